@@ -34,7 +34,7 @@ def look_up(
     """Propose the ids after the last earlier occurrence of the text's longest repeated suffix (prompt lookup).
 
     The suffix has `shortest` to `longest` ids. A proposal shorter than `count` ids is repeated up to `count`. Ids
-    must be below 0x110000.
+    must be below 0x110000, the limit of `chr`.
     """
     text = "".join(map(chr, ids))  # string search is fast
     length, position = last_match(text, text[max(0, len(text) - longest) :])
@@ -53,8 +53,8 @@ def check_rewinds(model: nn.Module) -> None:
 class DraftModel:
     """Proposes ids that a smaller model with the same vocabulary generates with the text's sampler.
 
-    Texts that are generated at the same time need one DraftModel each, since a DraftModel caches the keys and
-    values of its text.
+    Texts that are generated at the same time need a DraftModel each, since each one caches its text's keys and
+    values.
     """
 
     def __init__(self, model: nn.Module, context_length: int, count: int = 4) -> None:
@@ -63,7 +63,7 @@ class DraftModel:
     def __call__(self, ids: Sequence[int], limit: int, sample: Sampler) -> Proposal:
         half = max(1, self.context_length // 2)
         count = min(self.count, limit, self.context_length - half)
-        # A window that shifts with each id would be evaluated from its start each time.
+        # The window shifts by half its length, since each shift evaluates the entire window again.
         start = -(-max(0, len(ids) + count - self.context_length) // half) * half
         self.cache.reserve(min(self.context_length, 1 << (len(ids) + count).bit_length()))
         text, probs = list(ids), []
@@ -75,7 +75,7 @@ class DraftModel:
 
 
 def first_proposal(*proposers: Proposer) -> Proposer:
-    """A proposer that calls these proposers in order until one proposes an id."""
+    """A proposer that calls these proposers in order until a proposal has an id."""
 
     def propose(ids: Sequence[int], limit: int, sample: Sampler) -> Proposal:
         return next((p for proposer in proposers if (p := proposer(ids, limit, sample)).ids), Proposal())

@@ -14,7 +14,7 @@ from torch.overrides import wrap_torch_function
 from dunes.ops.operation import operation
 
 
-@wrap_torch_function(lambda x, *args: (x,))  # lets a TorchFunctionMode replace it
+@wrap_torch_function(lambda x, *args: (x,))  # lets a TorchFunctionMode replace the function
 def plain(x: Tensor, cos: Tensor, sin: Tensor, adjacent: bool = False) -> Tensor:
     a, b = _pairs(x, adjacent)
     rotated = a * cos - b * sin, b * cos + a * sin

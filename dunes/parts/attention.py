@@ -17,19 +17,20 @@ from dunes.parts.position import Position
 class Attention(nn.Module):
     """Causal multi-head attention: grouped if `kv_heads` < `heads`, sliding-window if `window` is set.
 
-    `position` encodes positions into queries and keys: a Rotary, or any callable with arguments (x, context). Such
-    a callable declares `supports_packing = True` if it uses only the context's positions. The result of its method
-    `bias`, if any (see `parts.context.Bias`), is added to the scores. `q_norm` and `k_norm` are applied to each
-    head before `position`. `out_bias` defaults to `bias`. `dropout` acts on attention weights, in training only.
+    `position` encodes positions into queries and keys: a Rotary, or any callable with arguments (x, context). A
+    callable declares `supports_packing = True` if it uses only the context's positions. If `position` has a method
+    `bias` (see `parts.context.Bias`), the method's result is added to the scores. `q_norm` and `k_norm` are
+    applied to each head before `position`. `out_bias` defaults to `bias`. `dropout` acts on attention weights, in
+    training only.
 
-    Scores are multiplied by `scale` (default: head_dim ** -0.5). `softcap` bounds them by softcap * tanh(scores /
-    softcap), as in Gemma 2 (https://arxiv.org/abs/2408.00118). With `sinks`, each head learns the score of one
-    more key, whose value is 0, as in gpt-oss (https://arxiv.org/abs/2508.10925).
+    Scores are multiplied by `scale` (default: head_dim ** -0.5). `softcap` bounds the scores by softcap *
+    tanh(scores / softcap), as in Gemma 2 (https://arxiv.org/abs/2408.00118). With `sinks`, each head learns the
+    score of one more key, whose value is 0, as in gpt-oss (https://arxiv.org/abs/2508.10925).
     """
 
     depends_on_order: ClassVar[bool] = False
     """True if the part reads tensors that a particular earlier block stored in the context."""
-    # Class attributes, which do not change the saved structure of models without these settings.
+    # Class attributes, so that the saved structure of models without these settings does not change.
     scale: float | None = None
     softcap: float | None = None
 
@@ -111,7 +112,7 @@ class Attention(nn.Module):
         return scored(q, k, v, self.window, dropout, bias=getattr(self.position, "bias", None))
 
     def project(self, y: Tensor, x: Tensor) -> Tensor:
-        """The output (B, T, dim) for the joined outputs of all heads (B, T, H * D) and the input (B, T, dim)."""
+        """The output (B, T, dim) for the joined heads y (B, T, H * D) and the layer's input x (B, T, dim)."""
         out: Tensor = self.out(y)
         return out
 
@@ -127,10 +128,10 @@ class Attention(nn.Module):
 
 
 class ValueResidualAttention(Attention):
-    """Attention whose values are a learned mixture of its own values and the first layer's.
+    """Attention that mixes the first layer's values into the values of later layers, with a learned weight.
 
-    `first` is True for the first layer of a model; later layers mix in the values of the first layer. The other
-    arguments are Attention's. The mixture starts with one half of each. https://arxiv.org/abs/2410.17897
+    `first` is True for the first layer of a model. The other arguments are Attention's. The mixture starts with
+    equal weights. https://arxiv.org/abs/2410.17897
     """
 
     depends_on_order = True
@@ -162,5 +163,5 @@ class GatedAttention(Attention):
         self.gate = nn.Linear(dim, self.out.in_features, bias=False)
 
     def project(self, y: Tensor, x: Tensor) -> Tensor:
-        """The output (B, T, dim) for the joined outputs of all heads (B, T, H * D) and the input (B, T, dim)."""
+        """The output (B, T, dim) for the joined heads y (B, T, H * D) and the layer's input x (B, T, dim)."""
         return super().project(y * self.gate(x).sigmoid(), x)

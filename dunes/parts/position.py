@@ -30,7 +30,7 @@ class Scaling(Protocol):
         """Factor by which cosines and sines are multiplied."""
 
     def inverse_frequencies(self, dim: int, base: float, device: torch.device) -> Tensor:
-        """The angle (D/2,) by which each pair of dimensions is rotated at position 1."""
+        """The angle (D/2,), in radians, by which each pair of dimensions is rotated per position."""
 
 
 def base_frequencies(dim: int, base: float, device: torch.device) -> Tensor:
@@ -65,7 +65,7 @@ class Yarn:
     """YaRN: divides low frequencies by `factor`, keeps high frequencies, and blends both in between (linear ramp).
 
     A frequency is high if its pair of dimensions makes `beta_fast` or more rotations within the original context
-    of `length` tokens, and low if it makes `beta_slow` or fewer. https://arxiv.org/abs/2309.00071
+    of `length` tokens. With `beta_slow` or fewer rotations, the frequency is low. https://arxiv.org/abs/2309.00071
     """
 
     factor: float
@@ -177,11 +177,12 @@ class PartialRotary:
 
 @dataclass(frozen=True)
 class Alibi:
-    """ALiBi: a bias of slope * (key position - query position), with one slope per head, and no other positions.
+    """ALiBi: a bias of slope * (key position - query position), with one slope per head and no other position
+    encoding.
 
-    Head h of H has slope 2^(-8 h / H). If H is not a power of two, the first P heads, where P is the next smaller
-    power, have the slopes of a model with P heads; the other heads have every second slope of a model with 2 P
-    heads. https://arxiv.org/abs/2108.12409
+    Head h of H has slope 2^(-8 h / H). If H is not a power of two, let P be the next smaller power of two. The
+    first P heads have the slopes of a model with P heads. The other heads have every second slope of a model with
+    2 P heads. https://arxiv.org/abs/2108.12409
     """
 
     heads: int

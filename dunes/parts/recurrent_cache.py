@@ -1,4 +1,4 @@
-"""A KV cache that also stores recurrent states, and snapshots of them, to which `truncate` returns."""
+"""A KV cache that also stores recurrent states, and snapshots of these states, which `truncate` restores."""
 
 from collections.abc import Hashable
 from typing import Self
@@ -18,7 +18,7 @@ class RecurrentCache(Cache):
     """A cache for models with recurrent states; since states cannot drop tokens, `truncate` restores snapshots.
 
     `states` contains one tensor (B, ...) for each name that `state` was called with, and `snapshots` (B,
-    SNAPSHOTS, ...) are earlier states. Layers without keys and values take no memory for them.
+    SNAPSHOTS, ...) are earlier states. Only layers with attention take memory for keys and values.
     """
 
     row_state = ("length", "snapshot_lengths", "unsaved", "next_snapshot", "unfinished")
@@ -85,8 +85,9 @@ class RecurrentCache(Cache):
     def truncate(self, n: Tensor) -> Tensor:
         """Keep at most the first `n` (B,) tokens of each row. Returns the number of tokens (B,) that remain.
 
-        A row that has to drop tokens, or whose last forward was interrupted, is restored from its longest snapshot
-        of at most `n` tokens, or emptied if there is none; the caller must evaluate later tokens again.
+        If a row has to drop tokens, or if its last forward was interrupted, the row is restored from its longest
+        snapshot of at most `n` tokens. Without such a snapshot, the row is emptied. The caller must evaluate the
+        later tokens again.
         """
         n = torch.minimum(self.length, n.to(self.length))
         usable = torch.where(self.snapshot_lengths <= n[:, None], self.snapshot_lengths, 0)
