@@ -1,4 +1,4 @@
-"""The card of a model folder, `dunes.json`, which lists the files' digests; and atomic saves into a folder."""
+"""The card of a model folder (`dunes.json`, which lists the files' digests), and atomic saves into a folder."""
 
 import json
 import os
@@ -58,7 +58,8 @@ def listed_files(folder: Path, card: Mapping[str, Any]) -> dict[str, tuple[int, 
 
 
 def verified_card(folder: Path, max_bytes: float = atomic.LARGE) -> dict[str, Any]:
-    """The card of a folder after `finish_save`, or {}. Raises ValueError for a file that differs from its entry.
+    """Call `finish_save`, and return the folder's card, or {}. Raises ValueError for a file that differs from its
+    entry.
 
     Each listed file must be a plain file in the folder with the listed size. If all files have at most `max_bytes`
     in total, each must also have the listed SHA-256.
@@ -125,7 +126,9 @@ def _remove_old(folder: Path, ready: Path) -> None:
 
 
 def read_consistently(folder: Path, read: Callable[[Path], T]) -> T:
-    """The result of `read(folder)`, read again if another thread or process saved into the folder meanwhile."""
+    """The result of `read(folder)`; calls `read` again if another thread or process saved into the folder
+    meanwhile.
+    """
     before = _save_stamp(finish_save(folder))
     try:
         result = read(folder)
@@ -205,7 +208,7 @@ def exclusive_folder(out: Path) -> Iterator[None]:
 
 
 def require_new_folder(source: Path, out: Path) -> None:
-    """Raise ValueError unless `out` is a new or empty folder, and neither it nor the source contains the other."""
+    """Raise ValueError if `out` is a file or a non-empty folder, or if `out` or the source contains the other."""
     a, b = source.resolve(), out.resolve()
     if a == b or a in b.parents or b in a.parents:
         raise ValueError(f"{out}: source and result must not contain each other; choose another folder")

@@ -2,8 +2,8 @@
 
 `<run>/state/step-000123/` has tensors as safetensors and other values as JSON, no pickle. After all other files, a
 manifest with digests is written, and the folder is renamed into place. Tensors that rarely change, such as the
-best weights, have a file of their own, which is a hard link to the previous state's file if all these tensors stay
-equal.
+best weights, are in a separate file. If all these tensors are unchanged, the file is a hard link to the previous
+state's file.
 """
 
 import hashlib
@@ -68,7 +68,7 @@ def save_state(run: Path, step: int, state: Mapping[str, Any] | Snapshot) -> Pat
 
 
 def _finite_size(folder: Path, copied: Snapshot) -> int:
-    """Bytes of this rank's tensors. Raises ValueError for a tensor with values that are not finite."""
+    """Bytes of this rank's tensors. Raises ValueError if a tensor has values that are not finite."""
     for name, tensor in copied.tensors.items():
         if tensor.is_floating_point() and not _is_finite(tensor):
             raise ValueError(f"{folder}: not saved, since {name} has values that are not finite")
@@ -226,8 +226,9 @@ def _state_folders(run: Path) -> list[Path]:
 def snapshot(state: Mapping[str, Any], unchanging: Collection[str] = ()) -> Snapshot:
     """A copy of a state on the CPU; for a sharded tensor, only this rank's shard is copied.
 
-    Tensors under the keys in `unchanging` are not copied, so the caller must never modify them; `save_state`
-    writes them only once while they stay equal. Raises TypeError for values that are neither tensors nor JSON.
+    Tensors under the keys in `unchanging` are not copied, so the caller must never modify these tensors. While
+    they stay equal, `save_state` writes them only once. Raises TypeError for values that are neither tensors nor
+    JSON.
     """
     tensors: dict[str, Tensor] = {}
     values = _plain(state, "", tensors, unchanging)
@@ -268,10 +269,11 @@ def _restore_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def gathered(model: M, outline: M | None, folder: Path) -> M:
-    """Gather a sharded model on the first rank; returns `outline`, filled with the complete weights.
+    """Gather a sharded model on the first rank; returns `outline`, on the first rank filled with the complete
+    weights.
 
     Each rank writes its part to a temporary file beside `folder`; no rank has all weights in memory. `outline` is
-    on the meta device; if it is None, returns the model. Raises OSError if a rank cannot write.
+    on the meta device. If `outline` is None, returns `model`. Raises OSError if a rank cannot write.
     """
     if outline is None:
         return model

@@ -53,16 +53,16 @@ def save(
 
     A model that no family describes is saved in dunes' own format with its `architecture`, which must build the
     same structure. `architecture` is `Architecture.of_function(build, **arguments)` for a function that builds the
-    model (`load` also needs the function), or a loaded model's architecture with later changes appended.
+    model, or a loaded model's architecture with later changes appended. `load` needs the function again.
 
     A network that is no language model has no tokenizer and no context length. Save it with `save(network, folder,
     architecture=...)` and load it with `load_network`.
 
-    The save is atomic: files are written into a temporary folder, which is renamed to `.ready` when all files are
-    on disk; then the files are renamed into place one by one. If the renaming is interrupted, the next load or
-    save finishes it. `check` is called with the temporary folder; it may raise, and its result is added to the
-    card. Raises ValueError if no family describes the model and `architecture` is None, for a tokenizer with more
-    ids than the embedding has rows, and for a context length below 1.
+    The save is atomic. Files are written into a temporary folder, and the complete folder is renamed to `.ready`.
+    Then the files are renamed into place one by one; after an interruption, the next load or save continues.
+    `check` is called with the temporary folder; it may raise, and its result is added to the card. Raises
+    ValueError if no family describes the model and `architecture` is None, for a tokenizer with more ids than the
+    embedding has rows, and for a context length below 1.
     """
     model, folder = tree.uncompiled(model), Path(folder)
     if isinstance(model, Decoder) if context_length is None else context_length < 1:
@@ -89,7 +89,7 @@ def save(
         )
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.") if weights else None
     config = settings | special_ids(tokenizer) | {"dtype": dtype, "torch_dtype": dtype}
-    # `known` and `length` stand first for the order in the file, and last so that facts do not override them.
+    # `known` and `length` come first to be first in the file, and again last so that `facts` cannot override them.
     length = {} if context_length is None else {"context_length": context_length}
     card = {**known, **length, "changes": [], **facts, **length, **known}
     write_model(folder, weights, config, card, (tokenizer, context_length), check)
@@ -124,7 +124,7 @@ def write_model(
         write_tokenizer(staged, *tokenizer)
         if config is not None:
             (staged / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        (staged / CARD).write_text(json.dumps({"files": {}, **card}))  # for `check`, which may load the folder
+        (staged / CARD).write_text(json.dumps({"files": {}, **card}))  # `check` may load the folder
         write_card(staged, {**card, **check(staged)})
 
     write_files(folder, fill, size)
@@ -153,7 +153,7 @@ def hf_parts(
 
 
 def special_ids(tokenizer: Tokenizer | None) -> dict[str, int | None]:
-    """Special token ids for config.json."""
+    """Special token ids for config.json; {} without a tokenizer."""
     if tokenizer is None:
         return {}
     names = tokenizer.special_tokens_map

@@ -28,7 +28,9 @@ KNOWN = (
     *("sliding_window", "_sliding_window"),
     *("use_scaled_rope", "rope_scaling_factor", "rope_high_freq_factor", "moe", "max_batch_size"),
 )
-"""Supported keys; `max_batch_size` does not affect the model. Other keys may do so and are refused."""
+"""Supported keys; `max_batch_size` does not affect the model. All other keys are refused, since they may affect
+it.
+"""
 DEFAULTS = {"model_type": "transformer", "causal": True, "use_biases": False}
 """Keys that are accepted only with these values."""
 EXPERTS = {"num_experts": "num_local_experts", "num_experts_per_tok": "num_experts_per_tok"}
@@ -209,7 +211,7 @@ def _join(parts: Sequence[LazyTensor], expected: tuple[int, ...] | None) -> Lazy
     if len(parts) == 1 or expected in (None, first.shape) or len({part.dtype for part in parts}) > 1:
         return first
     for dim in range(len(first.shape)):
-        with suppress(RuntimeError, IndexError):  # sizes differ in another dimension
+        with suppress(RuntimeError, IndexError):  # torch.cat fails if sizes differ in another dimension
             if (joined := combine(partial(torch.cat, dim=dim), parts)).shape == expected:
                 return joined
     return first

@@ -56,13 +56,13 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4 = (*_MAGNITUDES, *(-x for x in _MAGNITUDES))
 """Floats of four bits (E2M1) by their codes."""
 GPTQ_BITS = (2, 4, 8)
-"""Supported bits per code, which divide 32; for 3 bits, GPTQModel has two layouts."""
+"""Supported bits per code. 3 bits are not supported, since GPTQModel has two layouts for them."""
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Positions of the codes of 8 successive outputs in a word."""
 
 
 def dense_weights(files: Weights, quantization: Any, config: Path) -> dict[str, LazyTensor]:
-    """The files' tensors; a dense tensor, dequantized when read, replaces the parts of each quantized weight.
+    """The files' tensors. One dense tensor, dequantized when read, replaces the parts of each quantized weight.
 
     Each stacked expert becomes a tensor of its own, `X.{e}.P`, so that a read dequantizes only one expert.
     `quantization` is the `quantization_config` of the config.json at `config`. Quantization of activations is
@@ -266,7 +266,7 @@ def _part(parts: Weights, name: str, origin: str, *shape: int | None) -> LazyTen
 
 
 def _gptq(bits: int, less_one: bool, sorted_inputs: bool, parts: Weights, origin: str) -> LazyTensor:
-    """A weight (O, I) of `bits` bits per code; if `dynamic` set another number, the shapes imply this number."""
+    """A weight (O, I) of `bits` bits per code; shapes that imply another number override `bits`."""
     packed = _part(parts, "qweight", origin, None, None)
     scale = _part(parts, "scales", origin, None, packed.shape[1])
     groups, rows = scale.shape
@@ -276,7 +276,7 @@ def _gptq(bits: int, less_one: bool, sorted_inputs: bool, parts: Weights, origin
     columns = packed.shape[0] * 32 // bits
     index = _part(parts, "g_idx", origin, columns) if "g_idx" in parts or sorted_inputs else None
     if index is not None and not sorted_inputs and not index.read().any():
-        index = None  # without sorted inputs, some files have only zeros here, which exllamav2 and vLLM ignore
+        index = None  # exllamav2 and vLLM also ignore an index of zeros without sorted inputs
     if index is None:
         _check_even(groups, columns, origin)
     else:
@@ -284,7 +284,7 @@ def _gptq(bits: int, less_one: bool, sorted_inputs: bool, parts: Weights, origin
 
     def read() -> Tensor:
         group = torch.arange(columns) // (columns // groups) if index is None else index.read()
-        # The 1 was subtracted from whole words, so a zero point 0 borrowed from the next; adding restores both.
+        # Writers subtract 1 from each code, with borrows inside a word; adding 1 to each code undoes this.
         words = zero.read() + (sum(1 << bit for bit in range(0, 32, bits)) if less_one else 0)
         offset = _unpack(words, bits, rows).T[:, group]
         codes = _unpack(packed.read().T, bits, columns)

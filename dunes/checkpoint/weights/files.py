@@ -14,7 +14,7 @@ UNSHARDED = (safetensors_file.SINGLE, "pytorch_model.bin")
 
 
 def find_weights(folder: Path, *names: str) -> dict[str, LazyTensor] | None:
-    """Tensors of the first of these files that exists, as one file or as shards with an index; otherwise None."""
+    """Tensors of the first of `names` that exists, as one file or as shards with an index; else None."""
     for name in names:
         path, index = find_file(folder, name), find_file(folder, f"{name}.index.json")
         if path or index:

@@ -90,7 +90,7 @@ def computed(
 
 
 def track_reads(weights: Weights, tick: Callable[[int], None]) -> dict[str, LazyTensor]:
-    """The same tensors; when one is released, `tick` is also called with its size in bytes."""
+    """The same tensors; releasing a tensor also calls `tick` with the tensor's size in bytes."""
 
     def release(tensor: LazyTensor) -> None:
         tensor.release()
@@ -106,10 +106,11 @@ def cast(weights: Weights, dtype: torch.dtype) -> dict[str, LazyTensor]:
 
 
 class MappedFile:
-    """A memory-mapped file whose tensors are views of the mapping. Raises ValueError unless it is a regular file.
+    """A memory-mapped file whose tensors are views of the mapping. Raises ValueError if the file is not a regular
+    file.
 
-    The file is mapped once, when its first tensor is read; if it has changed by then, ValueError is raised. If it
-    is truncated afterwards, the process is killed (SIGBUS), as with every mapped file.
+    The file is mapped once, when its first tensor is read. Raises ValueError if the file has changed by then. If
+    the file is truncated later, the process is killed (SIGBUS), as with every mapped file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -186,9 +187,10 @@ class MappedFile:
 
 @contextmanager
 def open_mapped(path: Path, remedy: str) -> Iterator[tuple[MappedFile, BinaryIO]]:
-    """Yield a mapped file, and the file open at its start. Raises ValueError if content and file name disagree.
+    """Yield a mapped file, and the same file opened for reading. Raises ValueError if content and file name
+    disagree.
 
-    A ValueError in the context becomes one line for users that ends with the remedy.
+    If the context raises ValueError, the message becomes one line for users that ends with the remedy.
     """
     mapped = MappedFile(path)
     with mapped.open() as file:
