@@ -60,7 +60,7 @@ def job() -> str:
     if name != "none":
         return name
     started = ""
-    with suppress(OSError):  # start time (Linux), since process numbers in different containers are often equal
+    with suppress(OSError):  # Linux: adds the start time, since containers often share process numbers
         started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
     return f"{parent} {started}"
 
@@ -78,8 +78,8 @@ def process_group(
 
     Parameters will be sharded over all ranks, or with `by_node` over each machine's ranks. A rank that has waited
     `limit` seconds for the others writes its threads' stacks into the folder and exits. If several ranks fail, the
-    first to fail raises its error, and the others exit with status 2. Raises ValueError if a machine has more
-    ranks than GPUs, or if another rank exits early.
+    first one raises its error, and all others exit with status 2. Raises ValueError if a machine has more ranks
+    than GPUs, or if another rank exits early.
     """
     if not under_torchrun():
         yield
@@ -102,7 +102,7 @@ def process_group(
         raise
     finally:
         ended.set()
-        # After an error, NCCL might wait for ever, so that the error would not be printed.
+        # After an error, NCCL might wait for ever, and the error would not be printed.
         if dist.is_initialized() and not (sys.exc_info()[0] and machine.device().type == "cuda"):
             dist.destroy_process_group()
 
@@ -162,7 +162,7 @@ def _watch(ended: Event, limit: float, folder: Path, store: Any) -> None:
         report = Thread(target=_report, args=(store, f"{line}/stacks-rank-*.txt"), daemon=True)
         report.start()
         report.join(2.0)
-        if report.is_alive():  # the store does not answer either, so no other rank's line appears
+        if report.is_alive():  # the store does not answer, so no rank has printed the line
             print(f"{line}/stacks-rank-*.txt", file=sys.stderr, flush=True)
         os._exit(STALLED)
 
@@ -253,7 +253,7 @@ def count() -> int:
 
 
 def rank() -> int:
-    """The number of this rank; also available before it has joined the others."""
+    """The number of this rank; also available before `process_group` joins the ranks."""
     if count() > 1:
         return dist.get_rank()
     return int(os.environ.get("RANK", "0")) if under_torchrun() and not _alone.get() else 0
@@ -274,7 +274,7 @@ def broadcast(value: T) -> T:
 
 
 def all_reduce_max(*values: float) -> list[float]:
-    """For each value, its largest value over all ranks."""
+    """The maximum of each value over all ranks."""
     return _reduced(values, dist.ReduceOp.MAX)
 
 
@@ -286,7 +286,7 @@ def expect(seconds: float) -> None:
 
 
 def all_reduce_sum(*values: float) -> list[float]:
-    """For each value, its sum over all ranks."""
+    """The sum of each value over all ranks."""
     return _reduced(values, dist.ReduceOp.SUM)
 
 
@@ -306,7 +306,7 @@ def all_reduce(tensor: Tensor) -> None:
 
 
 def broadcast_tensor(tensor: Tensor) -> Tensor:
-    """Return rank 0's tensor on all ranks; the others' tensors could differ, since machines round differently."""
+    """Return rank 0's tensor on all ranks; other ranks' tensors may differ, since machines round differently."""
     tensor = tensor.contiguous()
     if count() > 1:
         dist.broadcast(tensor, 0)
@@ -315,7 +315,7 @@ def broadcast_tensor(tensor: Tensor) -> Tensor:
 
 
 def summed(x: Tensor) -> Tensor:
-    """The sum over ranks. Gradients are multiplied by `count()`, since gradients of a shared loss are averaged."""
+    """The sum over ranks. The backward pass multiplies gradients by `count()`, since FSDP averages gradients."""
     if count() == 1:
         return x
     sums = x.detach().clone()
@@ -390,7 +390,7 @@ def shard(model: M, units: Iterable[nn.Module], dtype: torch.dtype | None = None
         return None
     from torch.distributed.fsdp import fully_shard
 
-    # deepcopy treats these as copies that it has already made, so it copies no values.
+    # deepcopy takes the tensors in `copies` as copies already made, so it copies no values.
     copies: dict[int, Any] = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
     copies |= {id(b): b.to("meta") for b in model.buffers()}
     outline, modules = deepcopy(model, copies), [*units, cast(nn.Module, model)]
@@ -415,7 +415,7 @@ def keeps_gathered(model: nn.Module) -> bool:
 
 
 def describe(model: nn.Module) -> str:
-    """The end of a sentence on how several ranks share the model; empty for one process."""
+    """The end of a sentence that says how several ranks share the model; empty for a single process."""
     if count() == 1:
         return ""
     kept = "stay gathered until backward" if keeps_gathered(model) else "are gathered block by block"
@@ -427,7 +427,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local_shard(tensor: Tensor) -> Tensor | None:
-    """The values that this rank saves: its part of a sharded tensor, or on rank 0, a complete tensor; else None.
+    """The values that this rank saves: its part of a sharded tensor, or a complete tensor on rank 0; else None.
 
     If every machine has a replica, the ranks of the first machine save the parts.
     """
@@ -449,7 +449,7 @@ def merged(parts: list[Tensor]) -> Tensor:
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     shape = torch.Size([sum(map(len, parts)), *parts[0].shape[1:]])
-    size = math.ceil(shape[0] / _mesh.shape[-1])  # as torch.chunk, which fully_shard follows
+    size = math.ceil(shape[0] / _mesh.shape[-1])  # rows per rank as in torch.chunk, which fully_shard uses
     start, local, place = size * _mesh.get_coordinate()[-1], list[Tensor](), 0
     for each in parts:
         local.append(each[max(0, start - place) : max(0, start + size - place)])
@@ -471,7 +471,7 @@ def shard_like(value: Tensor, like: Tensor) -> Tensor:
 
 
 def gather_rows(own: Tensor, size: int) -> Tensor:
-    """Gather the items of all ranks into (size, ...). `own` (N, ...) is every `count()`-th item."""
+    """Gather all ranks' items into (size, ...). `own` (N, ...) has items `rank()`, `rank() + count()`, ..."""
     if count() == 1:
         return own
     padded = torch.cat([own, own.new_zeros(-(-size // count()) - len(own), *own.shape[1:])])

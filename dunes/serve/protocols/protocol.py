@@ -9,14 +9,15 @@ from dunes.serve.requests import Answers, Asked, Named
 
 
 class Endpoint(NamedTuple):
-    """The functions of a path. `read` reads a body. `write` returns the reply with all answers. In a stream, it
-    returns an object for a part or the end of an answer. `end` returns the objects that follow the answers of a
-    stream."""
+    """The functions of a path. `read` reads a body. `write` returns the reply with all answers; in a stream,
+    `write` returns an object for a part or the end of an answer. `end` returns the objects that follow the answers
+    of a stream."""
 
     read: Callable[[Fields], Asked]
     write: Callable[[Asked, Answers, bool], Any]
     form: str = "sse"
-    """Format of a stream: sse, which ends with `data: [DONE]`; sse-bare, which does not; ndjson."""
+    """Format of a stream: sse (ends with `data: [DONE]`), sse-bare (server-sent events without this end) or
+    ndjson."""
     end: Callable[[Asked, Answers], Sequence[Any]] = lambda request, answers: ()
 
 
