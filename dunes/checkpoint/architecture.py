@@ -116,8 +116,8 @@ class Architecture:
     def build(self, on_meta: bool = False) -> Decoder:
         """Build the model without its saved weights. With `on_meta`, a family's model is built on the meta device.
 
-        A function chooses the device itself, and may build a module that is no Decoder; code that needs a Decoder
-        then raises AttributeError.
+        A build function chooses the device itself, and may return a module that is no Decoder. Code that needs a
+        Decoder then raises AttributeError.
         """
         if self.function is not None:
             model = call_build(self.function, self.config)
@@ -208,7 +208,7 @@ def call_build(build: Build, arguments: Mapping[str, Any]) -> nn.Module:
 
 
 def _name_table(structure: Any, key: str, path: Path) -> dict[str, str]:
-    """The table `key` in the card's structure. Raises ValueError unless the table maps strings to strings."""
+    """The dict under `key` in the card's `structure`. Raises ValueError unless it maps strings to strings."""
     table = structure.get(key) if isinstance(structure, dict) else None
     if not isinstance(table, dict) or not all(isinstance(value, str) for value in table.values()):
         raise ValueError(f"{path}: 'structure' must have an object {key!r}; download the file again")

@@ -22,7 +22,7 @@ from dunes.files import atomic
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Dtypes to which a dense base is cast for the digests in a card."""
 READ = (".safetensors", ".bin", ".pth", ".gguf", ".json")
-"""Suffixes of files from which a model is read."""
+"""Suffixes of the files that make up a model."""
 ANY_BASE_HINT = "or use this one unverified: any_base=True (--any-base)"
 
 

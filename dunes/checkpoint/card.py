@@ -116,7 +116,7 @@ def _remove_old(folder: Path, ready: Path) -> None:
     """Remove an older save's files that are not part of the new save."""
     new, old = {f.name for f in ready.iterdir()} | {*listed_files(ready, read_card(ready))}, set[str]()
     if CARD in new:
-        with suppress(ValueError):  # the older card is damaged
+        with suppress(ValueError):  # raised if the older card is damaged
             paths = {name: folder / name for name in listed_files(folder, read_card(folder)) if name != ".."}
             old = {name for name, path in paths.items() if path.parent == folder and not path.is_dir()}
     if new & {WEIGHTS, INDEX}:
@@ -145,7 +145,7 @@ def _save_stamp(folder: Path) -> list[tuple[str, int, int]]:
     """A value that changes with each save into the folder."""
     stamps = []
     for path in (folder / CARD, folder / READY):
-        with suppress(OSError):  # a save renames the file, `folder` is a GGUF file, or links form a loop
+        with suppress(OSError):  # a save is renaming the file, `folder` is a GGUF file, or links form a loop
             stat = path.stat()
             stamps.append((path.name, stat.st_ino, stat.st_mtime_ns))
     return stamps
@@ -168,7 +168,7 @@ def write_files(folder: Path, fill: Callable[[Path], None], size: int) -> None:
 def _publish(staged: Path, ready: Path) -> None:
     """Rename the temporary folder to `.ready`, and then its files into place."""
     with folder_lock(ready.parent):
-        place_files(ready.parent)  # finishes another save that was interrupted meanwhile
+        place_files(ready.parent)  # finishes a save that was interrupted earlier
         os.rename(staged, ready)
         atomic.fsync_path(ready.parent)
         place_files(ready.parent)
@@ -195,7 +195,7 @@ def exclusive_folder(out: Path) -> Iterator[None]:
     out.mkdir(parents=True, exist_ok=True)
     try:
         with folder_lock(out, wait=False), ExitStack() as stack:
-            shutil.rmtree(out / UNFINISHED, ignore_errors=True)  # left by a change that was killed
+            shutil.rmtree(out / UNFINISHED, ignore_errors=True)  # a killed process may have left it
             stack.callback(shutil.rmtree, out / UNFINISHED, ignore_errors=True)
             yield
     except BlockingIOError:
@@ -219,7 +219,7 @@ def require_new_folder(source: Path, out: Path) -> None:
     if links := [path for path in (ready, out / UNFINISHED) if path.is_symlink()]:
         raise ValueError(f"{links[0]}: a symbolic link, not a folder created by dunes; remove it")
     if ready.is_dir():
-        with folder_lock(out):  # another process may be renaming the files
+        with folder_lock(out):  # another process may be renaming the files.
             # Remove a complete save if none of its files was renamed into place yet; otherwise finish it.
             shutil.rmtree(ready) if _empty(out) and (ready / CARD).is_file() else finish_save(out)
     if out.exists() and (ready.exists() or not _empty(out)):

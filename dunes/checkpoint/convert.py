@@ -52,7 +52,7 @@ def _converted(source: OpenedModel, dtype: torch.dtype | None, facts: Mapping[st
     earlier = {"before": card["converted"]} if "converted" in card else {}
 
     def compare(staged: Path) -> tuple[Verification, Mapping[str, Any]]:
-        for path in original_files(source.folder):  # tokenizer files of other libraries
+        for path in original_files(source.folder):  # copies tokenizer files of other libraries
             (staged / path.name).write_bytes(read_file(path, MAX_BYTES))
         with phase("comparing", WRITTEN, 1.0):
             verified = verify(source, open_model(staged), rounded)

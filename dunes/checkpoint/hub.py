@@ -89,8 +89,8 @@ def download(name: str, revision: str) -> tuple[Path, str]:
 def _resolve(name: str, revision: str, store: Path) -> tuple[str, dict[str, int]]:
     """The commit of a revision, and the number of bytes to download for each file in this commit.
 
-    If the commit's list of files is cached, sends no request. (`HfApi.resolve_revision` is not used, since it has
-    no timeout.)
+    If `revision` is a commit whose list of files is cached, no request is sent. (`HfApi.resolve_revision` is not
+    used, since it has no timeout.)
     """
     from huggingface_hub import HfApi
 

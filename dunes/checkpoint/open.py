@@ -90,8 +90,8 @@ def locate_model(model: str | Path, revision: str | None = None) -> ModelLocatio
 
     `model` is a local folder or GGUF file, a packaged model (`smollm2`), or else `org/name` or `org/name@revision`
     on the Hub, also written `hf:org/name`. A revision is a branch, a tag or a commit, by default `main`. Raises
-    ValueError, on one line, if the model is neither local nor cached and cannot be downloaded, if the repository
-    has no weights, or if a downloaded large file has another SHA-256. Raises OSError if the disk is full.
+    ValueError, on one line, if the model can neither be found nor downloaded, if the repository has no weights, or
+    if a large downloaded file has another SHA-256. Raises OSError if the disk is full.
     """
     path = Path(model)
     if path.is_dir() and revision:

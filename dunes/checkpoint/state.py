@@ -154,7 +154,7 @@ def _publish(staged: Path, folder: Path, digests: Sequence[Mapping[str, str]]) -
             return
         shutil.rmtree(folder, ignore_errors=True)
         os.rename(staged, folder)
-        atomic.fsync_path(folder.parent)  # before deleting an older state
+        atomic.fsync_path(folder.parent)  # reaches the disk before an older state is deleted
         for old in _state_folders(folder.parent.parent)[KEEP_STATES:]:
             shutil.rmtree(old, ignore_errors=True)
 
@@ -162,8 +162,8 @@ def _publish(staged: Path, folder: Path, digests: Sequence[Mapping[str, str]]) -
 def _is_finite(tensor: Tensor) -> bool:
     """True if all values are finite; computed by numpy, which uses only the calling thread.
 
-    PyTorch would start another thread pool for this thread. If threads outnumber processors, libgomp puts waiting
-    threads to sleep sooner, which made training 40 % slower.
+    PyTorch would start another thread pool for this thread. With more threads than processors, libgomp puts
+    waiting threads to sleep sooner; training was 40 % slower.
     """
     if tensor.dtype == torch.bfloat16:  # numpy has no bfloat16; an exponent of all ones is not finite
         return bool((tensor.detach().view(torch.int16).numpy() & 0x7F80 != 0x7F80).all())
@@ -186,7 +186,7 @@ def latest_state(run: Path, report: Line = lambda line: None) -> Path | None:
 
 
 def _is_intact(folder: Path) -> bool:
-    with suppress(ValueError), ranks.alone():  # so that this rank verifies all files
+    with suppress(ValueError), ranks.alone():  # `alone`: this rank verifies all files
         _verify(folder)
         return True
     return False
@@ -237,7 +237,7 @@ def snapshot(state: Mapping[str, Any], unchanging: Collection[str] = ()) -> Snap
 
 # A recursive inner function would keep the tensors in memory until the next garbage collection.
 def _plain(value: Any, path: str, tensors: dict[str, Tensor], unchanging: Collection[str]) -> Any:
-    """The JSON form of a value of a state; adds its tensors to `tensors` under their dotted paths."""
+    """The JSON form of a value of a state; adds the value's tensors to `tensors` under their dotted paths."""
     if isinstance(value, Tensor):
         if (own := ranks.local_shard(value.detach())) is not None:
             own = own.cpu().contiguous()

@@ -118,7 +118,7 @@ def _compare(
     if not plain.isfinite().all():
         raise ValueError(f"{folder}: its logits are not finite; list the weights: dunes inspect --values {folder}")
     finite = dtype is None or before.isfinite().all()  # otherwise the logits exceed the dtype's range
-    if finite and not verification.relative <= EXACT:  # also true for NaN
+    if finite and not verification.relative <= EXACT:  # `not` also catches NaN
         raise ValueError(f"{folder}: the result is another model: {verification}; nothing was written")
     if dtype and not (rounding or 0.0) <= ROUNDED * torch.finfo(dtype).eps * verification.size:
         raise ValueError(f"{folder}: {dtype} cannot hold these weights: {verification}; nothing was written")

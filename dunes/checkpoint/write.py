@@ -61,8 +61,8 @@ def save(
     The save is atomic. Files are written into a temporary folder, and the complete folder is renamed to `.ready`.
     Then the files are renamed into place one by one; after an interruption, the next load or save continues.
     `check` is called with the temporary folder; it may raise, and its result is added to the card. Raises
-    ValueError if no family describes the model and `architecture` is None, for a tokenizer with more ids than the
-    embedding has rows, and for a context length below 1.
+    ValueError if no family describes the model and `architecture` is None. Also raises ValueError for a tokenizer
+    with more ids than the embedding has rows, and for a context length below 1.
     """
     model, folder = tree.uncompiled(model), Path(folder)
     if isinstance(model, Decoder) if context_length is None else context_length < 1:
@@ -192,7 +192,7 @@ def rewrite(
     require_new_folder(source, out)
     reports: list[T] = []
     with exclusive_folder(out):
-        require_new_folder(source, out)  # another process may have written it before the lock
+        require_new_folder(source, out)  # another process may have written `out` before the lock
         write, compare = edit()
 
         def check(staged: Path) -> Mapping[str, Any]:

@@ -1,8 +1,8 @@
 """Properties of this machine: device, memory, rates, and the dtype and number of threads that suit it.
 
-Training results depend on the dtype and the number of threads. So both are chosen by the kind of processor and the
-cores that this process may use, never by a measurement. Measured rates decide the size of a run. The measurements
-use the threads' processor time, since other programs hardly change it.
+Training results depend on the dtype and the number of threads. Both are therefore chosen by the kind of processor
+and the cores that this process may use, never by a measurement. Measured rates decide the size of a run. The
+measurements use the threads' processor time, since other programs hardly change it.
 """
 
 import ctypes

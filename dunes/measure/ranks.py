@@ -38,13 +38,13 @@ from dunes.measure import machine
 from dunes.units import format_seconds
 
 LIMIT = 1800.0
-"""Default number of seconds that a rank waits for the others; rank 0 may tokenize or fit completion meanwhile."""
+"""Default seconds that a rank waits for other ranks, for example while rank 0 tokenizes or fits completion."""
 STALLED = 5
 """Exit status of a rank that has waited too long for another rank."""
 GATHERED = 0.1
 """Weights stay gathered until backward if gathered weights take less than this fraction of a machine's memory."""
 SLOW_STEP = 30
-"""Maximum wait for other ranks within a step, as a multiple of the longest step's duration; at least a minute."""
+"""Maximum wait for other ranks within a step, as a multiple of the longest step; the wait is at least a minute."""
 _last = 0.0
 _limit = math.inf
 _saving: Any = None
@@ -77,9 +77,9 @@ def process_group(
     """Join the other processes started by torchrun, if any, to train on a device of this type.
 
     Parameters will be sharded over all ranks, or with `by_node` over each machine's ranks. A rank that has waited
-    `limit` seconds for the others writes its threads' stacks into the folder and exits. If several ranks fail, the
-    first one raises its error, and all others exit with status 2. Raises ValueError if a machine has more ranks
-    than GPUs, or if another rank exits early.
+    `limit` seconds for another rank writes its threads' stacks into the folder and exits. If several ranks fail,
+    the first one raises its error, and all others exit with status 2. Raises ValueError if a machine has more
+    ranks than GPUs, or if another rank exits early.
     """
     if not under_torchrun():
         yield

@@ -195,7 +195,7 @@ class Server:
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
 
         def emit(index: int, event: Event) -> None:
-            with suppress(RuntimeError):  # the event loop is closed
+            with suppress(RuntimeError):  # raised if the event loop is closed
                 loop.call_soon_threadsafe(queue.put_nowait, (index, event))
 
         async def watch() -> None:

@@ -24,7 +24,7 @@ PERIOD = 1.0
 PATIENCE = 60.0
 """Maximum seconds between two attempts to load a model."""
 LARGE = 400_000
-"""Maximum bytes of a file whose changes are followed."""
+"""Maximum size in bytes of a file whose changes are followed."""
 Stamp = tuple[int, int]
 
 
@@ -150,5 +150,5 @@ def _read(path: Path, name: str) -> str | None:
         return None
     try:
         return named_texts([document])[0][1]
-    except ValueError:  # the file is being written; the next check reads it
+    except ValueError:  # an incomplete file is read in the next check
         return None

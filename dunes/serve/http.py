@@ -117,5 +117,5 @@ async def _serve(server: uvicorn.Server, sockets: list[socket.socket], ready: Ca
         asyncio.get_running_loop().add_signal_handler(number, stop)
     # uvicorn would let the signal end the process, without an exit status.
     server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
-    ready()  # clients can connect: the sockets listen
+    ready()  # clients can connect, since the sockets listen
     await server.serve(sockets)

@@ -202,7 +202,7 @@ class Server(LanguageServer):
                 result.set_result(event)
 
         def emit(event: Event) -> None:
-            with suppress(RuntimeError):  # the event loop is closed
+            with suppress(RuntimeError):  # raised if the event loop is closed
                 loop.call_soon_threadsafe(take, event)
 
         request = LineRequest(*texts, _path(uri), alternatives=ITEMS)

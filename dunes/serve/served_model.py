@@ -150,8 +150,8 @@ def describe_model(folder: Path, stamp: Sequence[int], loaded: LoadedModel | Non
 class ServedModel:
     """A model folder. Only the worker's thread may load the model, complete lines or generate texts.
 
-    `acceptance` is the desired share of accepted suggestions, which selects a threshold fitted in training; 0
-    shows all suggestions. Raises ValueError for a folder that cannot be used for completion.
+    `acceptance` is the desired share of accepted suggestions. It selects a threshold that was fitted in training;
+    0 shows all suggestions. Raises ValueError for a folder that cannot be used for completion.
     """
 
     def __init__(
@@ -354,11 +354,11 @@ def file_time(path: Path) -> int:
 LINES = 400
 """Maximum number of lines, nearest to the cursor first, that are looked up on each side of the cursor."""
 LENGTH = 8
-"""Minimum characters of a looked-up line without white space at its ends."""
+"""Minimum characters of a looked-up line, not counting white space at both ends."""
 FEWEST = 3
 """Minimum number of looked-up lines that occur only in the selected file."""
 SHARE = 0.5
-"""Minimum fraction of lines from the selected file among the looked-up lines that occur in only one file."""
+"""Of the looked-up lines that occur in only one file, minimum fraction that must be in the selected file."""
 
 
 class FileFinder:

@@ -112,7 +112,7 @@ def save_adapter(
     facts: Mapping[str, Any] | None = None,
     family: str | None = None,
 ) -> None:
-    """Write a model's adapter to a folder; `base` is the folder or Hub name of the model that it was trained on.
+    """Write a model's adapter to a folder; `base` is the folder or Hub name of the adapter's base model.
 
     `identity` is the model's `base_identity` before its weights were rounded; for quantized weights, it is
     `before | after`, the union of the `base_identity` before and after quantization. Tokenizer and context length
@@ -258,7 +258,7 @@ def _peft_config(
             f"{min(shared)}: PEFT treats it as an expert's, which supports only plain LoRA; use plain LoRA"
         )
     names = {path: f"{path}.weight" if path in shared else path for path in others}
-    # Older versions match a pattern only after a dot.
+    # Older versions of PEFT match a pattern only after a dot.
     patterns = {path: re.escape(name.partition(".")[2] or name) for path, name in names.items()}
     return {
         "peft_type": "LORA",
@@ -514,7 +514,7 @@ def _find_target(folder: Path, module: str, group: Weights, base: AdapterBase) -
 
 
 def _misfits(target: Target, group: Weights, base: AdapterBase) -> list[str]:
-    """A line for each part whose shape does not fit the target and the rank of `A`, with both shapes."""
+    """A line for each part with an unexpected shape; the line has the actual and the expected shape."""
     inputs = sides(base.modules[target.modules[0]])[0]
     outputs = sum(sides(base.modules[module])[1] for module in target.rows[0])
     rank = group["A"].shape[0] if "A" in group and group["A"].shape else 0

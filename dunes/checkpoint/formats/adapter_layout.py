@@ -22,7 +22,7 @@ from dunes.models.names import Layout, Names, identity, parts_by_target
 class Factors:
     """Factors of the update `scale * B @ A`, with `A` (R, I) and `B` (O, R).
 
-    `others` has the tensors that a variant of LoRA trains beside these, such as DoRA's `magnitude` (O,).
+    `others` has tensors that a variant of LoRA trains beside `A` and `B`, such as DoRA's `magnitude` (O,).
     """
 
     A: Tensor
@@ -165,7 +165,7 @@ def split_factors(target: Target, joined: Factors, modules: Mapping[str, nn.Modu
 
 
 def _limit_rank(f: Factors) -> Factors:
-    """The same update with a rank of at most `min(I, O)`, which is 8 for a router of 8 experts."""
+    """Factors of the same update, with a rank of at most `min(I, O)` (8 for a router of 8 experts)."""
     outputs, inputs = len(f.B), f.A.shape[1]
     if f.rank <= min(outputs, inputs):
         return f

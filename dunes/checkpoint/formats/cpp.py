@@ -193,7 +193,7 @@ def _differing(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> d
 def _decoder_card(loaded: LoadedModel, step: CompiledStep) -> dict[str, Any]:
     tokenizer, ids = loaded.tokenizer, vocabulary_size(loaded.model)
     assert ids is not None, "a decoder embeds ids"
-    largest = cache_for(loaded.model, 1, 1 << 40)  # memory is allocated only when it is written to
+    largest = cache_for(loaded.model, 1, 1 << 40)  # the cache allocates memory only when it is filled
     rolling = largest if isinstance(largest, RollingCache) else None
     parts = [("key", step.example.keys), ("value", step.example.values)]
     return {
@@ -300,7 +300,7 @@ def encoding_tables(tokenizer: Tokenizer) -> dict[str, NDArray[Any]] | None:
     if plain and tokenizer.splits == "characters" and model["type"] == "WordLevel":
         vocab = model["vocab"]
         ids = {int.from_bytes(token.encode(), "big"): i for token, i in vocab.items() if len(token) == 1}
-        ids[-1] = vocab[UNKNOWN]  # the id of all other characters
+        ids[-1] = vocab[UNKNOWN]  # all unknown characters have this id
         return _tables(tokenizer, ids, []) | {"characters": np.ones(1, np.uint8)}
     if not (plain and tokenizer.splits == "lines" and model["type"] == "BPE"):
         return None

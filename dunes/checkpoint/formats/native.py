@@ -177,7 +177,9 @@ def _mlp(theirs: str, ours: str) -> Names:
 
 
 def _experts(count: int) -> Names:
-    """Names of separate experts (mistral-inference) and stacked experts (first Mixtral release, w2 transposed)."""
+    """Names of experts, which are separate in mistral-inference, and stacked with w2 transposed in Mixtral's first
+    release.
+    """
     stacked = []
     for w, part in MATRICES.items():
         layout = (lambda x: x.view(count, -1, x.shape[1]).mT.flatten(0, 1)) if w == "w2" else identity

@@ -22,7 +22,7 @@ from dunes.ops.kernels import one_line
 from dunes.parts import vocabulary_size
 from dunes.units import format_bytes
 
-SUFFIX, LARGEST = ".onnx", 2**31 - 2**20  # the limit of protocol buffers
+SUFFIX, LARGEST = ".onnx", 2**31 - 2**20  # protocol buffers have at most 2 GB
 
 
 def write(folder: Path, out: Path) -> str:
@@ -67,7 +67,7 @@ def write_onnx(model: nn.Module, example: Tensor, out: Path, **options: Any) -> 
     try:
         with torch.no_grad(), tree.mode(model, False), warnings.catch_warnings(), redirect_stdout(StringIO()):
             warnings.simplefilter("ignore")  # torch's own deprecation warnings
-            logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # no warning that torchvision is missing
+            logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # hides that torchvision is missing
             expected = tree_leaves(model(example))
             program: Any = torch.onnx.export(model, (example,), dynamo=True, **options)
             checker.check_model(program.model_proto, full_check=True)

@@ -10,7 +10,7 @@ from dunes.files import json_file
 from dunes.files.model_file import find_file, listed_file
 
 UNSHARDED = (safetensors_file.SINGLE, "pytorch_model.bin")
-"""File names of unsharded weights; an index of shards has such a name with the suffix .index.json."""
+"""File names of unsharded weights; the index of sharded weights has the same name plus .index.json."""
 
 
 def find_weights(folder: Path, *names: str) -> dict[str, LazyTensor] | None:

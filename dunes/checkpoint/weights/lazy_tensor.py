@@ -148,7 +148,7 @@ class MappedFile:
             flat = flat != 0
         elif offset % dtype.itemsize:
             flat = flat.clone()
-        # The stride of a dimension of size 1 may exceed int64, so it is bounded. It is not set to 1, since torch
+        # The stride of a dimension of size 1 may exceed int64, so it is bounded. The bound is not 1, since torch
         # would take a tensor of shape (4, 1, 5, 5) for `channels_last` if its second stride were 1.
         steps = tuple(step if size > 1 else min(step, self.size) for size, step in zip(shape, steps, strict=True))
         return flat.view(dtype).as_strided(shape, steps)
@@ -179,7 +179,7 @@ class MappedFile:
         with self.open() as file:
             if sys.platform != "linux":
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            # Linux refuses a private writable mapping larger than memory unless no memory is reserved for it.
+            # Without MAP_NORESERVE, Linux refuses a private writable mapping that is larger than memory.
             return mmap.mmap(
                 file.fileno(), 0, flags=mmap.MAP_PRIVATE | _NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
             )

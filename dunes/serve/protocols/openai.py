@@ -58,7 +58,7 @@ def read_chat(fields: Fields) -> Asked:
 
 
 def _wants_usage(fields: Fields) -> bool:
-    """True if a stream ends with its usage."""
+    """True if the client requests numbers of tokens at the end of a stream."""
     return fields.object("stream_options").flag("include_usage")
 
 
