@@ -208,7 +208,7 @@ def call_build(build: Build, arguments: Mapping[str, Any]) -> nn.Module:
 
 
 def _name_table(structure: Any, key: str, path: Path) -> dict[str, str]:
-    """The dict under `key` in the card's `structure`. Raises ValueError unless it maps strings to strings."""
+    """The dict `key` in the card's `structure`. Raises ValueError unless the dict maps strings to strings."""
     table = structure.get(key) if isinstance(structure, dict) else None
     if not isinstance(table, dict) or not all(isinstance(value, str) for value in table.values()):
         raise ValueError(f"{path}: 'structure' must have an object {key!r}; download the file again")
@@ -291,7 +291,8 @@ def import_build(name: str, folder: Path) -> Build:
     """Import the function or class "module:name" or "file.py:name" that builds the model in this folder.
 
     Modules are searched on the import path and in the current folder, files only in the current folder. Raises
-    ValueError if the import fails, or if the object is in `dunes.models` and builds no network.
+    ValueError if the import fails, if the object is not callable, or if it is in `dunes.models` and builds no
+    network.
     """
     module_name, _, attributes = name.partition(":")
     paths = [*sys.path]
@@ -377,7 +378,7 @@ def _first_difference(model: nn.Module, rebuilt: nn.Module) -> tuple[int, str] |
 
 
 def _difference(a: ModuleRow, b: ModuleRow) -> str:
-    """Text on the first difference between two modules, in the class, a setting or a tensor."""
+    """Text on the first difference between two modules: their class, a setting or a tensor."""
     if a.class_name != b.class_name:
         return f"is {a.class_name}, not {b.class_name}"
     actual, expected = {**a.attributes, **a.tensors}, {**b.attributes, **b.tensors}

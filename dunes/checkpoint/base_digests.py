@@ -149,7 +149,7 @@ class BaseRecord:
 
     @classmethod
     def read(cls, card: Mapping[str, Any], folder: Path) -> "BaseRecord | None":
-        """The record in a card; None if it has no digests of a base. Raises ValueError for a damaged record."""
+        """The record in a card; None if the card has no digests. Raises ValueError for a damaged record."""
         base = card.get("base") or {}
         try:
             if not base.keys() & {"kind", "sha256", "digests"}:
@@ -187,7 +187,7 @@ def read_base_record(card: Mapping[str, Any], folder: Path) -> BaseRecord | None
 
 
 def check_base(weights: BaseWeights, record: BaseRecord, folder: Path) -> None:
-    """Raise ValueError unless the weights match the record, possibly after a cast to one of its dtypes."""
+    """Raise ValueError unless the weights, or the weights cast to one of the record's dtypes, match the record."""
     if record.is_of(weights):
         return
     comparable = [dtype for dtype in record.digests if weights.can_round_to(dtype)]

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def ready_folder(folder: Path) -> Path:
-    """The path of a folder's `.ready` subfolder. Raises ValueError if it is a symbolic link."""
+    """The path of a folder's `.ready` subfolder. Raises ValueError if the subfolder is a symbolic link."""
     if (folder / READY).is_symlink():
         raise ValueError(f"{folder / READY}: a symbolic link, not a folder created by dunes; remove it")
     return folder / READY
@@ -86,7 +86,7 @@ def _file_error(folder: Path, name: str, reason: str) -> ValueError:
 
 
 def finish_save(folder: Path) -> Path:
-    """Finish a save that was interrupted after its files were written, or wait for one in progress.
+    """Finish a save that was interrupted after its files were written, or wait for a save in progress.
 
     Returns the folder. Raises OSError if renaming fails, and ValueError if `.ready` is a symbolic link.
     """
@@ -227,5 +227,5 @@ def require_new_folder(source: Path, out: Path) -> None:
 
 
 def _empty(path: Path) -> bool:
-    """True if the folder is empty except for hidden files, which an interrupted conversion leaves."""
+    """True if the folder is empty except for hidden files, since an interrupted conversion leaves hidden files."""
     return all(p.name.startswith(".") for p in path.iterdir())

@@ -140,7 +140,7 @@ def select_files(files: Mapping[str, int], name: str) -> dict[str, int]:
 
 
 def _failure(error: Exception, name: str, revision: str) -> ValueError:
-    """A ValueError on one line, with a remedy, for a request that the Hub refused or did not receive."""
+    """A one-line ValueError, with a remedy, for a request to the Hub that failed."""
     from huggingface_hub import constants
 
     causes: list[BaseException] = [error]

@@ -1,8 +1,8 @@
 """Open a model from its folder in any supported format, or from the folders of an adapter and its base.
 
-The functions stand in the order in which they run. `locate_model` finds the folder. `open_model` recognises the
-format, and reads the config and the headers of the weight files. An `OpenedModel` outlines the model on the meta
-device and compares the files' tensors with it. `load_decoder` fills the model, and `load_tokenizer` reads the
+The functions are defined in the order in which they run. `locate_model` finds the folder. `open_model` recognises
+the format, and reads the config and the headers of the weight files. An `OpenedModel` outlines the model on the
+meta device and compares the files' tensors with it. `load_decoder` fills the model, and `load_tokenizer` reads the
 tokenizer. `load` does all this. The last functions open adapters, and networks that are no language model.
 """
 
@@ -180,8 +180,8 @@ class OpenedModel:
     """A model whose weights have not been read yet. `hf_config` is its config.json, or an equivalent config.
 
     `config_file` describes the architecture. `files` has lazy tensors by their names in the files. `names` maps
-    the files' names to the model's names; it is empty if `is_own`, since both are equal. `ignored` has patterns of
-    names to skip, `notes` lists assumptions, and `card` is the content of dunes.json, if any.
+    the files' names to the model's names, and is empty if `is_own`, since both are equal. `ignored` has patterns
+    of names to skip, `notes` lists assumptions, and `card` is the content of dunes.json, if any.
     """
 
     folder: Path
@@ -214,7 +214,9 @@ class OpenedModel:
 
     @property
     def context_length(self) -> int:
-        """Number of tokens that the model can attend to. Raises ValueError if the card's number is invalid."""
+        """Number of tokens that the model can attend to. Raises ValueError if the card's context length is
+        invalid.
+        """
         if not self.is_own:
             return int(self.config.context_length)
         if self.architecture.function and self.card.get("context_length") is None:
@@ -274,7 +276,7 @@ class OpenedModel:
 def open_verified_model(
     folder: Path, renames: Mapping[str, str] | None = None, max_bytes: float = LARGE, build: Build | None = None
 ) -> OpenedModel:
-    """Compare the files with the folder's card, if it has one, then open the folder like `open_model`.
+    """Compare the files with the folder's card, if any, then open the folder like `open_model`.
 
     Raises ValueError for the first file that differs. Files are hashed if they have at most `max_bytes` in total.
     """
@@ -432,7 +434,7 @@ def check_vocabulary(opened: OpenedModel, tokenizer: Tokenizer | None) -> None:
     Warns about BOS and EOS ids without a row, such as GPT-2's defaults in a model with a smaller vocabulary.
     """
     path, keys = opened.folder / CONFIG, [f"{name}_token_id" for name in SPECIAL_TOKENS]
-    # In old files, an id of -1 means that the model has no such token.
+    # In old files, an id of -1 means that the model lacks the token.
     special = {key: listed for key in keys if (listed := configured_ids(path, opened.hf_config, key, least=-1))}
     if opened.architecture.function:
         return
@@ -545,7 +547,7 @@ def describe(folder: Path | str) -> OpenedModel:
 
 
 def round_for_speed(loaded: LoadedModel) -> LoadedModel:
-    """Cast a large float32 model trained from a base to bfloat16 if this makes matrix products clearly faster.
+    """Cast a large float32 model that was trained from a base to bfloat16 if bfloat16 is clearly faster here.
 
     The result is for completion and generation; saving, scoring and exporting use the weights of `load`.
     """
@@ -637,9 +639,9 @@ def add_adapter(loaded: LoadedModel, folder: Path, name: str, any_base: bool = F
 def prepare_base(model: Decoder, folders: Sequence[Path], any_base: bool = False) -> list[Change]:
     """Verify that a model is the base of the adapters in these folders, and apply the changes in their cards.
 
-    Returns the changes made; the list is empty if the base includes them already. If the base is bit-equal to the
-    recorded base, the changes must reproduce the recorded weights. A base that was cast to another dtype need not
-    reproduce the recorded weights. Raises ValueError like `load_adapter`.
+    Returns the changes made; the list is empty if the base includes all changes already. If the base is bit-equal
+    to the recorded base, the changes must reproduce the recorded weights. A base that was cast to another dtype
+    need not reproduce the recorded weights. Raises ValueError like `load_adapter`.
     """
     cards = {folder: verified_card(folder, max_bytes=0) for folder in map(readable_folder, folders)}
     optional = {} if any_base else {folder: read_base_record(card, folder) for folder, card in cards.items()}
@@ -679,7 +681,7 @@ def load_network(
     """The network in a folder that `save` wrote, in evaluation mode.
 
     `build` is the function that was passed to `save`. By default, the card's function is imported; without
-    `trust_code`, it must be in `dunes.models`. Raises ValueError like `load`.
+    `trust_code`, the function must be in `dunes.models`. Raises ValueError like `load`.
     """
 
     def read(readable: Path) -> nn.Module:

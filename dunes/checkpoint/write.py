@@ -34,9 +34,10 @@ NOT_INHERITED = (
 Check = Callable[[Path], Mapping[str, Any]]
 T = TypeVar("T")
 Edit: TypeAlias = tuple[Callable[..., None], Callable[[Path], tuple[T, Mapping[str, Any]]]]
-"""Two functions for an edited model. The first, `save` or `write_model` with bound arguments, writes the model if
-called with `folder` and `check`. The second compares the temporary folder with the model, and returns a report and
-entries for the card."""
+"""Two functions for an edited model. The first function, `save` or `write_model` with bound arguments, is called
+with `folder` and `check`, and writes the model. The second function compares the temporary folder with the model,
+and returns a report and entries for the card.
+"""
 
 
 def save(
@@ -55,14 +56,14 @@ def save(
     same structure. `architecture` is `Architecture.of_function(build, **arguments)` for a function that builds the
     model, or a loaded model's architecture with later changes appended. `load` needs the function again.
 
-    A network that is no language model has no tokenizer and no context length. Save it with `save(network, folder,
-    architecture=...)` and load it with `load_network`.
+    A network that is no language model has no tokenizer and no context length. Save such a network with
+    `save(network, folder, architecture=...)`, and load the folder with `load_network`.
 
     The save is atomic. Files are written into a temporary folder, and the complete folder is renamed to `.ready`.
     Then the files are renamed into place one by one; after an interruption, the next load or save continues.
-    `check` is called with the temporary folder; it may raise, and its result is added to the card. Raises
-    ValueError if no family describes the model and `architecture` is None. Also raises ValueError for a tokenizer
-    with more ids than the embedding has rows, and for a context length below 1.
+    `check` is called with the temporary folder and may raise; its result is added to the card. Raises ValueError
+    if no family describes the model and `architecture` is None. Also raises ValueError for a tokenizer with more
+    ids than the embedding has rows, and for a context length below 1.
     """
     model, folder = tree.uncompiled(model), Path(folder)
     if isinstance(model, Decoder) if context_length is None else context_length < 1:
@@ -136,7 +137,9 @@ def inherited(card: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_described(model: nn.Module, context_length: int, folder: Path, reader: str = "") -> Architecture:
-    """Family and config of the model from `folder`. Raises ValueError if no Hugging Face config describes it."""
+    """Family and config of the model from `folder`. Raises ValueError if no Hugging Face config describes the
+    model.
+    """
     if isinstance(described := hf_config_of(model, context_length, loads=not reader), str):
         refusal = f"{reader} does not know" if reader else "no Hugging Face config describes"
         raise ValueError(f"{folder}: {refusal} this model: {described}")

@@ -32,9 +32,10 @@ KINDS: Sequence[Kind] = ("parameters", "gradients", "optimizer", "cache", "activ
 class ModuleTracker:
     """Tracks the running module: in `with ModuleTracker(model) as tracker:`, `tracker.now()` returns its name.
 
-    In a forward pass, the running module is the innermost module whose `forward` runs. In a backward pass, it is
-    the module that created the running graph node. Graph nodes are numbered in order of creation, so the tracker
-    records the numbers at which modules begin and end. The model has hooks only inside the `with` block.
+    In a forward pass, the running module is the innermost module whose `forward` runs. In a backward pass, the
+    running module is the module that created the running graph node. Graph nodes are numbered in order of
+    creation, so the tracker records the numbers at which modules begin and end. The model has hooks only inside
+    the `with` block.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -152,7 +153,7 @@ class Allocations:
 
 @contextmanager
 def allocations(model: nn.Module) -> Iterator[Allocations]:
-    """`with allocations(model) as log:` records all allocations inside the block; read `log` after it.
+    """`with allocations(model) as log:` records all allocations inside the block; read `log` after the block.
 
     The model's existing tensors count as parameters and gradients. Steps of any optimizer inside the block are
     recorded. Recording costs some tens of microseconds per operation.

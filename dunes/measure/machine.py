@@ -1,4 +1,4 @@
-"""Properties of this machine: device, memory, rates, and the dtype and number of threads that suit it.
+"""Properties of this machine: device, memory and rates, and the best dtype and number of threads.
 
 Training results depend on the dtype and the number of threads. Both are therefore chosen by the kind of processor
 and the cores that this process may use, never by a measurement. Measured rates decide the size of a run. The
@@ -134,9 +134,9 @@ def keep_freed_memory() -> None:
     """Keep freed memory in the process for the next step or layer, except blocks above LARGE_BLOCK.
 
     By default, glibc returns freed memory to the system at once, so page faults take a third of a training step
-    (4M parameters, 2 threads: 5.3k tokens/s without this call, 7.8k with it). In prefill, they take a tenth (10M
-    parameters, 256 tokens). Larger blocks are not kept: with a model of 135M parameters, they left holes of
-    unequal sizes in the heap, and each step needed more memory than the step before.
+    (4M parameters, 2 threads: 5.3k tokens/s without this call, 7.8k with it). In prefill, page faults take a tenth
+    (10M parameters, 256 tokens). Larger blocks are not kept: with a model of 135M parameters, kept blocks left
+    holes of unequal sizes in the heap, and each step needed more memory than the step before.
     """
     trim_threshold, mmap_threshold = -1, -3
     if sys.platform == "linux":
@@ -303,7 +303,9 @@ def fingerprint() -> dict[str, str | int]:
 
 @functools.cache
 def processor() -> dict[str, str]:
-    """Name, family and instruction sets of the processor ("flags" on x86, "Features" on ARM); empty off Linux."""
+    """On Linux, name, family and instruction sets of the processor ("flags" on x86, "Features" on ARM); else
+    empty.
+    """
     with suppress(OSError):
         fields = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
         values = {key.strip(): value.strip() for key, _, value in fields}
@@ -313,7 +315,7 @@ def processor() -> dict[str, str]:
 
 
 def kind_of(facts: Mapping[str, str]) -> Kind:
-    """The first of KINDS that matches these facts: `processor()`, and `system`, such as "Linux x86_64"."""
+    """The first of KINDS that matches the facts of `processor()` and `system`, such as "Linux x86_64"."""
     words = {name: {*text.split()} for name, text in facts.items()}
     return next(k for k in KINDS if all({*v.split()} <= words.get(n, set()) for n, v in k.where.items()))
 
@@ -351,7 +353,7 @@ def peak_matmul_rate(dtype: torch.dtype, device: torch.device, size: int = 512) 
 
 
 def _product(dtype: torch.dtype, device: torch.device, size: int) -> Callable[[int], object]:
-    own = torch.Generator().manual_seed(0)  # training uses the global random state
+    own = torch.Generator().manual_seed(0)  # leaves the global random state to training
     a, b = (torch.randn(size, size, generator=own).to(device, dtype) for _ in "ab")
     return lambda core: a @ b
 

@@ -1,7 +1,7 @@
 """Ranks: the processes that torchrun starts for one run; each computes a share of the rows of every batch.
 
-A single process is rank 0 of 1; in it, functions that exchange values return their arguments. All ranks must call
-the same functions in the same order. https://docs.pytorch.org/docs/stable/elastic/run.html
+A single process is rank 0 of 1, and functions that exchange values return their arguments. All ranks must call the
+same functions in the same order. https://docs.pytorch.org/docs/stable/elastic/run.html
 
 Another way to shard (by tensors, experts or stages) would change this module and the modules that use it:
 - `ops`, `parts`: a mixture calls all experts on each rank, and sums their load.
@@ -55,7 +55,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def job() -> str:
-    """An id of the torchrun command that started this process; with --rdzv_id, the same on all machines."""
+    """An id of the torchrun command that started this process; with --rdzv_id, the id is equal on all machines."""
     name, parent = os.environ.get("TORCHELASTIC_RUN_ID", "none"), os.getppid()
     if name != "none":
         return name
@@ -96,7 +96,7 @@ def process_group(
     except (ValueError, OSError, RuntimeError) as error:
         if not _is_first_failure(store, "peer" in str(error)):
             raise SystemExit(2) from error
-        if "peer" in str(error):  # a word in gloo's and NCCL's errors if a rank has ended
+        if "peer" in str(error):  # gloo and NCCL name a "peer" if a rank has ended
             reason = str(error).splitlines()[0]
             raise ValueError(f"rank {number}: another rank has ended ({reason:.150})") from error
         raise
@@ -129,9 +129,9 @@ def _meet(limit: float) -> tuple[Any, int, int]:
 def _fresh_store(shared: Any, number: int, ranks: int, limit: float = LIMIT) -> Any:
     """A store used only by the ranks of this start.
 
-    With a static rendezvous, torchrun uses one store for all restarts, so it contains addresses of processes that
-    have ended. The number of a restart is not unique, because torchrun counts restarts on each machine. Raises
-    RuntimeError if a rank is missing after `limit` seconds.
+    With a static rendezvous, torchrun uses one store for all restarts, so the store contains addresses of
+    processes that have ended. The number of a restart is not unique, because torchrun counts restarts on each
+    machine. Raises RuntimeError if a rank is missing after `limit` seconds.
     """
     from torch.distributed.distributed_c10d import PrefixStore
 
@@ -174,7 +174,7 @@ def _report(store: Any, line: str) -> None:
 
 
 def _make_groups(by_node: bool, limit: timedelta) -> None:
-    """Make the group for saving in the background, and the mesh over which parameters are sharded."""
+    """Make the process group that saves in the background, and the mesh over which parameters are sharded."""
     from torch.distributed.device_mesh import init_device_mesh
 
     global _saving, _mesh
@@ -334,7 +334,7 @@ def agree(facts: Mapping[str, Any]) -> None:
 
 
 def all_gather(work: Callable[[], T]) -> list[T]:
-    """The results of `work()` on all ranks. If a rank raises OSError or ValueError, all ranks raise it.
+    """The results of `work()` on all ranks. If a rank raises OSError or ValueError, all ranks raise this error.
 
     A thread that saves in the background may call `all_gather` while the main thread calls the other functions.
     """

@@ -88,7 +88,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def _collect_errors(choose: Sampler, errors: list[Exception]) -> Sampler:
-    """Wrap a sampler. If the sampler raises an error, the wrapper adds it to `errors` and returns the most
+    """Wrap a sampler. If the sampler raises an error, the wrapper adds the error to `errors`, and returns the most
     probable id."""
     if choose.choose is greedy:
         return choose  # `greedy` cannot fail, and compiled decoding tests for `greedy`
@@ -104,8 +104,8 @@ def _collect_errors(choose: Sampler, errors: list[Exception]) -> Sampler:
 
 
 def token_text(tokenizer: Tokenizer, token: Token, offset: int) -> TokenText:
-    """A token at a character offset, with its bytes and alternatives. For a special token, the bytes are those of
-    its name."""
+    """A token at a character offset, with its bytes and alternatives. For a special token, the bytes encode the
+    token's name."""
 
     def data(id: int) -> bytes:
         piece = tokenizer.token_bytes[id] if id < len(tokenizer.token_bytes) else b""

@@ -184,7 +184,7 @@ class Server(LanguageServer):
         return document.source[:offset], document.source[offset:]
 
     async def _answers(self, uri: str, position: types.Position) -> list[Answer]:
-        """The suggestions at a position. A newer request ends an older one, even if that waits for the model."""
+        """The suggestions at a position. A newer request ends an older request, running or waiting."""
         if self._newest is not None and not self._newest.done():
             self._newest.set_result([])
         loop = asyncio.get_running_loop()

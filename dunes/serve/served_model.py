@@ -215,7 +215,7 @@ class ServedModel:
                 is_current = call(partial(self._use, completer, files, pending)).result()
 
     def _use(self, completer: Any, files: Any, texts: Mapping[str, str | None]) -> bool:
-        """Use these files and return True; return False if they were indexed for a model that has been
+        """Use these files and return True; return False if the files were indexed for a model that has been
         replaced."""
         if completer is self.current.completer:
             self._texts |= texts

@@ -180,7 +180,7 @@ class Worker:
         return False
 
     def _work_on(self, task: Task) -> None:
-        """Complete a line, or start generating a text. If this raises an error, emits the error."""
+        """Complete a line, or start generating a text. If this fails, the error is emitted."""
         request = task.request
         try:
             if task.is_cancelled():

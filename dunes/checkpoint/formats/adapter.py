@@ -52,7 +52,7 @@ from dunes.units import plural
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 PREFIX = "base_model.model."
 PARAMETERS = {name: spec for cls in lora.VARIANTS.values() for name, spec in cls.PARAMETERS.items()}
-"""Dimensions and PEFT's name of each tensor that a LoRA variant has, by our name."""
+"""Tensor names of all LoRA variants, each with the tensor's dimensions and its name in PEFT's files."""
 SETTINGS = {cls.PEFT_SETTING: name for name, cls in lora.VARIANTS.items() if cls.PEFT_SETTING}
 """The variant that each setting of PEFT's adapter_config.json selects."""
 
@@ -250,7 +250,7 @@ def _peft_config(
     pairs = [(ranks[path], alphas[path]) for path in ranks] or [(1, 1.0)]  # a reference has no factors
     usual = Counter(pairs).most_common(1)[0][0]
     others = [path for path in ranks if (ranks[path], alphas[path]) != usual]
-    # In models with stacked experts, PEFT treats modules with these names as experts, but not parameters.
+    # With stacked experts, PEFT treats modules with these names as experts, but not parameters.
     of_experts = any(t.path.endswith("experts.gate_up_proj") for t in base.targets.values())
     shared = {p for p in paths if of_experts and _leaf(p) in ("gate_proj", "up_proj", "down_proj")}
     if shared and any(f.others for _, f in factors):
@@ -461,7 +461,7 @@ def _group_tensors(folder: Path) -> dict[str, dict[str, LazyTensor]]:
 
 
 def _read_factors(folder: Path, peft: PeftConfig, base: AdapterBase) -> dict[str, Factors]:
-    """Factors of each module, from the adapter's file. Raises ValueError, naming a tensor that does not fit."""
+    """Factors of each module, from the adapter's file. Raises ValueError for a tensor that does not fit."""
     factors, adapted = dict[str, Factors](), set[str]()
     expected = peft.variant.PARAMETERS.keys()
     for module, group in _group_tensors(folder).items():

@@ -156,7 +156,7 @@ def write_file(
 
 
 def _architecture(family: str) -> str:
-    """llama.cpp's name of a family. Raises ValueError for a family that is not written."""
+    """llama.cpp's name of a family. Raises ValueError for a family that cannot be written as GGUF."""
     if family not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise ValueError(f"GGUF files cannot be written for {family}, only for {known}; export it with --to hf")
@@ -177,7 +177,7 @@ def _type(key: str, shape: tuple[int, ...], kind: str) -> str:
 
 
 def _encode(tensor: LazyTensor, number: Any) -> tuple[Any, Any]:
-    """A tensor's bytes in one of the package's types, and their dequantized values.
+    """A tensor's bytes in a type of the `gguf` package, and the dequantized values.
 
     Raises ValueError for values that overflow the type.
     """
@@ -410,7 +410,7 @@ def _rope_scaling(hf: Mapping[str, Any], known: Mapping[str, Any], files: Weight
 
 
 def _llama3(hf: Mapping[str, Any], width: int, length: int, divisors: Tensor) -> dict[str, Any]:
-    """LLaMA 3's scaling with the usual bounds 1 and 4. Raises ValueError if it does not yield `divisors`."""
+    """LLaMA 3's scaling with the usual bounds 1 and 4. Raises ValueError if `divisors` do not match."""
     scaling, base = Llama3(float(divisors.max()), 1.0, 4.0, length), hf.get("rope_theta", 10_000.0)
     cpu = torch.device("cpu")
     expected = base_frequencies(width, base, cpu) / scaling.inverse_frequencies(width, base, cpu)

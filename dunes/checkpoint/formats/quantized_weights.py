@@ -16,14 +16,13 @@ lower bits first. `X.P_scales` (E, O, G) has the exponent of a power of two, plu
 https://arxiv.org/abs/2310.10537
 
 GPTQ: `X.qweight` (I * bits / 32, O) int32 has the codes of each column, lowest bits first. `X.scales` (G, O) and
-`X.qzeros` (G, O * bits / 32), int32 packed along the rows, have a row for each group of inputs. `X.g_idx` (I),
-int32, has the group of each input, since act-order sorts inputs. Zero points are stored minus 1
-except in `gptq_v2`.
-https://github.com/AutoGPTQ/AutoGPTQ/blob/main/auto_gptq/nn_modules/qlinear/qlinear_cuda.py
+`X.qzeros` (G, O * bits / 32) have a row for each group of inputs; `X.qzeros` is int32, packed along the rows.
+`X.g_idx` (I), int32, has the group of each input, since act-order sorts inputs. Zero points are stored minus 1
+except in `gptq_v2`. https://github.com/AutoGPTQ/AutoGPTQ/blob/main/auto_gptq/nn_modules/qlinear/qlinear_cuda.py
 https://github.com/ModelCloud/GPTQModel/blob/main/gptqmodel/utils/model.py
 
-AWQ (`gemm`): `X.qweight` (I, O / 8) and `X.qzeros` (G, O / 8) are int32, with the codes of 8 outputs in a word, in
-the order 0 2 4 6 1 3 5 7 from the lowest bits. `X.scales` (G, O) has a row for each group of successive inputs.
+AWQ (`gemm`): `X.qweight` (I, O / 8) and `X.qzeros` (G, O / 8) are int32. A word has the codes of 8 outputs, in the
+order 0 2 4 6 1 3 5 7 from the lowest bits. `X.scales` (G, O) has a row for each group of successive inputs.
 https://github.com/casper-hansen/AutoAWQ/blob/main/awq/modules/linear/gemm.py
 """
 
@@ -141,7 +140,9 @@ def _dense_blocks(parts: Weights, state: Mapping[str, Any], origin: str) -> Lazy
 
 
 def _scaled(levels: Tensor, codes: Tensor, scale: Tensor, block: int) -> Tensor:
-    """The levels of codes (N,), multiplied by a scale (B,) for each block of `block` codes, in float32."""
+    """Dequantize codes (N,) to float32: each code's level times the scale (B,) of the code's block of `block`
+    codes.
+    """
     blocks = F.pad(levels.float()[codes.int()], (0, -len(codes) % block)).view(-1, block)
     return (blocks * scale.float()[:, None]).flatten()[: len(codes)]
 
@@ -227,7 +228,7 @@ def _expert(codes: LazyTensor, scale: LazyTensor, expert: int) -> Tensor:
 
 
 def _known(settings: Mapping[str, Any], config: Path, known: tuple[int, ...], *forms: str) -> tuple[int, str]:
-    """The bits per code and the format in the settings. Raises ValueError if they are not supported."""
+    """The bits per code and the format in the settings. Raises ValueError for an unsupported number or format."""
     bits, keys = settings.get("bits"), ("checkpoint_format", "version", "format")
     form = next((settings[key] for key in keys if settings.get(key)), forms[0])
     if bits not in known or not isinstance(form, str) or form.lower() not in forms:

@@ -29,7 +29,7 @@ MAX_DIMS = 8
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is read on demand. `origin` describes it in error messages; `read` returns its values.
+    """A tensor that is read on demand. `origin` describes the tensor in error messages; `read` returns its values.
 
     `release` frees the memory of a mapped file; tensors from `read` must not be used afterwards.
     """
@@ -156,7 +156,7 @@ class MappedFile:
     def release(self) -> None:
         """Return the pages to the operating system, so that a file larger than memory can be streamed.
 
-        Tensors stay valid and read their values from the file again; changes to them are lost. Does nothing on
+        Tensors stay valid and read their values from the file again; changed values are lost. Does nothing on
         systems without `madvise`.
         """
         if "_map" in self.__dict__ and hasattr(mmap, "MADV_DONTNEED"):

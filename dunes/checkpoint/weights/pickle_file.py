@@ -261,7 +261,7 @@ class _Unpickler(pickle._Unpickler):  # the C version allocates any amount for a
 
 
 def _sizes(values: object) -> tuple[int, ...]:
-    """A tensor's sizes or strides. Raises ValueError unless they are at most MAX_DIMS non-negative integers."""
+    """A tensor's sizes or strides. Raises ValueError unless all are non-negative integers, at most MAX_DIMS."""
     if type(values) is not tuple or len(values) > MAX_DIMS:
         raise ValueError(f"a tensor's sizes or strides are not a tuple of at most {MAX_DIMS} integers")
     if not all(type(v) is int and v >= 0 for v in values):
@@ -360,8 +360,8 @@ class _Bounded:
 def entries(file: BinaryIO, size: int) -> dict[str, tuple[int, int]]:
     """Offset and length in bytes of each file in a zip archive of `size` bytes, by name.
 
-    Raises ValueError unless all files in the zip are uncompressed and unencrypted, lie before the central
-    directory without overlap, and have unique relative names.
+    Raises ValueError for a compressed or encrypted file, for a name that is not relative and unique, and for files
+    that overlap each other or the central directory.
     """
     file.seek(max(size - 22, 0))
     if not (tail := file.read(22)).startswith(_END) or tail[20:] != b"\0\0":

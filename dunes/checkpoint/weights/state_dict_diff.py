@@ -46,7 +46,7 @@ class Difference(NamedTuple):
 
 
 class _FileTensor(NamedTuple):
-    """The shape of a tensor in a file, and the names of the model's tensors that it contains."""
+    """The shape of a tensor in a file, and the names of the model's tensors that the file's tensor contains."""
 
     shape: tuple[int, ...]
     names: tuple[str, ...]
@@ -79,9 +79,9 @@ def compare(
 class Prefix:
     """Renames a file's tensors to the model's names: removes wrapper names, and removes or adds a prefix.
 
-    `renames` maps the file's names to the model's; `note` describes the renaming, or the reason why it is
-    impossible. `renames` and `note` are empty if all names match, or if no prefix makes more than half of the
-    others match.
+    `renames` maps the file's names to the model's; `note` describes the renaming, or the reason why no renaming is
+    possible. `renames` and `note` are empty if all names match, or if no prefix makes more than half of the others
+    match.
     """
 
     renames: Mapping[str, str] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class Prefix:
         best, note, most = dict[str, str](), "", len(others) // 2
         complete = sum(name in known and name not in HEADS for name in files)
         for leading, added in _edges([*plain.values()], known) if others else ():
-            if complete and (leading or added):  # complete without them, so prefixed tensors are copies
+            if complete and (leading or added):  # prefixed tensors are copies of other tensors
                 continue
             renames = {name: added + short.removeprefix(leading) for name, short in plain.items()}
             fitting = sum(new in known or _is_ignored(new, ignored) for new in renames.values())

@@ -33,9 +33,9 @@ class Check(NamedTuple):
 class Protocol(NamedTuple):
     """A protocol: paths with their endpoints, and paths that describe the models.
 
-    `checks` returns the clients' requests at a cursor, for `dunes doctor`; its arguments are the text before the
-    cursor, the text after it, and a model's name. `write_error` returns the body of a reply with an error, also
-    for unknown paths that start with `prefix`.
+    `checks(before, after, model)` returns the clients' requests at the cursor between two texts; `dunes doctor`
+    sends these requests. `write_error` returns the body of a reply with an error, also for unknown paths that
+    start with `prefix`.
     """
 
     name: str
