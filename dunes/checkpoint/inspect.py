@@ -153,7 +153,7 @@ def _parameters(opened: OpenedModel) -> Iterator[str]:
 
 
 def _format(value: Any) -> str:
-    if is_dataclass(value):  # a rotary scaling: its name, and the fields that differ from their defaults
+    if is_dataclass(value):  # a rotary scaling's name, and fields that differ from their defaults
         changed = [f"{f.name} {_format(x)}" for f in fields(value) if (x := getattr(value, f.name)) != f.default]
         return " ".join([type(value).__name__.lower(), *changed])
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

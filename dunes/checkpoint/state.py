@@ -1,9 +1,8 @@
 """Save training states, one folder per saved step, and load the newest intact state to resume a run.
 
-`<run>/state/step-000123/` has tensors as safetensors and other values as JSON, no pickle. After all other files, a
-manifest with digests is written, and the folder is renamed into place. Tensors that rarely change, such as the
-best weights, are in a separate file. If all these tensors are unchanged, the file is a hard link to the previous
-state's file.
+`<run>/state/step-000123/` has tensors as safetensors and other values as JSON, no pickle. A manifest with digests
+is written last. Then the folder is renamed into place. Tensors that rarely change, such as the best weights, are
+in a separate file. If all these tensors are unchanged, the file is a hard link to the previous state's file.
 """
 
 import hashlib

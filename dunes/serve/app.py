@@ -32,7 +32,7 @@ RECEIPT = 10.0
 SENDING = 30.0
 """Maximum seconds for a client to accept one piece of a reply."""
 LISTED = 64
-"""Maximum number of ignored fields in a reply, and maximum number of characters of each field's name."""
+"""Maximum number of ignored fields that a reply lists, and of characters in each listed name."""
 REMEMBERED = 8
 """Number of editors' requests, at most one per line of text, that the server remembers for `dunes doctor`."""
 LOCAL = ("localhost", "127.0.0.1", "::1")

@@ -1,4 +1,4 @@
-"""Answer the `initialize` request of an editor before importing pygls, which takes a second.
+"""Answer an editor's `initialize` request before importing pygls, since the import takes a second.
 
 Later, pygls also answers `initialize`; this second answer is dropped. A test compares the `capabilities` of both
 answers.

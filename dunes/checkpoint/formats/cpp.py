@@ -91,8 +91,8 @@ def export_native(
 ) -> str:
     """Write the folder `out` with the model's compiled decoding steps; returns a line on the folder.
 
-    `dtype` is passed to `compile_step`. `show` is called with a message before compilation, which takes two to
-    five minutes if the steps are not cached. Raises ValueError, before any work, if `out` exists or no C++
+    `dtype` is passed to `compile_step`. `show` is called with a message before compilation. If the steps are not
+    cached, compilation takes two to five minutes. Raises ValueError, before any work, if `out` exists or no C++
     compiler is installed. Models that are no decoders, have mixtures of experts, need the entire text for each
     token, or attend to fewer than 8 tokens also raise ValueError. Later, raises ValueError, and writes nothing, if
     the model cannot be compiled, or if the compiled code computes other logits.
