@@ -34,9 +34,10 @@ NOT_INHERITED = (
 Check = Callable[[Path], Mapping[str, Any]]
 T = TypeVar("T")
 Edit: TypeAlias = tuple[Callable[..., None], Callable[[Path], tuple[T, Mapping[str, Any]]]]
-"""Two functions for an edited model. The first, `save` or `write_model` with bound arguments, writes the model if
-called with `folder` and `check`. The second compares the temporary folder with the model, and returns a report and
-entries for the card."""
+"""Two functions for an edited model. The first function, `save` or `write_model` with bound arguments, is called
+with `folder` and `check`, and writes the model. The second function compares the temporary folder with the model,
+and returns a report and entries for the card.
+"""
 
 
 def save(
@@ -53,15 +54,15 @@ def save(
 
     A model that no family describes is saved in dunes' own format with its `architecture`, which must build the
     same structure. `architecture` is `Architecture.of_function(build, **arguments)` for a function that builds the
-    model (`load` also needs the function), or a loaded model's architecture with later changes appended.
+    model, or a loaded model's architecture with later changes appended. `load` needs the function again.
 
-    A network that is no language model has no tokenizer and no context length. Save it with `save(network, folder,
-    architecture=...)` and load it with `load_network`.
+    A network that is no language model has no tokenizer and no context length. Save such a network with
+    `save(network, folder, architecture=...)`, and load the folder with `load_network`.
 
-    The save is atomic: files are written into a temporary folder, which is renamed to `.ready` when all files are
-    on disk; then the files are renamed into place one by one. If the renaming is interrupted, the next load or
-    save finishes it. `check` is called with the temporary folder; it may raise, and its result is added to the
-    card. Raises ValueError if no family describes the model and `architecture` is None, for a tokenizer with more
+    The save is atomic. Files are written into a temporary folder, and the complete folder is renamed to `.ready`.
+    Then the files are renamed into place one by one; after an interruption, the next load or save continues.
+    `check` is called with the temporary folder and may raise; its result is added to the card. Raises ValueError
+    if no family describes the model and `architecture` is None. Also raises ValueError for a tokenizer with more
     ids than the embedding has rows, and for a context length below 1.
     """
     model, folder = tree.uncompiled(model), Path(folder)
@@ -89,7 +90,7 @@ def save(
         )
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.") if weights else None
     config = settings | special_ids(tokenizer) | {"dtype": dtype, "torch_dtype": dtype}
-    # `known` and `length` stand first for the order in the file, and last so that facts do not override them.
+    # `known` and `length` come first to be first in the file, and again last so that `facts` cannot override them.
     length = {} if context_length is None else {"context_length": context_length}
     card = {**known, **length, "changes": [], **facts, **length, **known}
     write_model(folder, weights, config, card, (tokenizer, context_length), check)
@@ -124,7 +125,7 @@ def write_model(
         write_tokenizer(staged, *tokenizer)
         if config is not None:
             (staged / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        (staged / CARD).write_text(json.dumps({"files": {}, **card}))  # for `check`, which may load the folder
+        (staged / CARD).write_text(json.dumps({"files": {}, **card}))  # `check` may load the folder
         write_card(staged, {**card, **check(staged)})
 
     write_files(folder, fill, size)
@@ -136,7 +137,9 @@ def inherited(card: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_described(model: nn.Module, context_length: int, folder: Path, reader: str = "") -> Architecture:
-    """Family and config of the model from `folder`. Raises ValueError if no Hugging Face config describes it."""
+    """Family and config of the model from `folder`. Raises ValueError if no Hugging Face config describes the
+    model.
+    """
     if isinstance(described := hf_config_of(model, context_length, loads=not reader), str):
         refusal = f"{reader} does not know" if reader else "no Hugging Face config describes"
         raise ValueError(f"{folder}: {refusal} this model: {described}")
@@ -153,7 +156,7 @@ def hf_parts(
 
 
 def special_ids(tokenizer: Tokenizer | None) -> dict[str, int | None]:
-    """Special token ids for config.json."""
+    """Special token ids for config.json; {} without a tokenizer."""
     if tokenizer is None:
         return {}
     names = tokenizer.special_tokens_map
@@ -192,7 +195,7 @@ def rewrite(
     require_new_folder(source, out)
     reports: list[T] = []
     with exclusive_folder(out):
-        require_new_folder(source, out)  # another process may have written it before the lock
+        require_new_folder(source, out)  # another process may have written `out` before the lock
         write, compare = edit()
 
         def check(staged: Path) -> Mapping[str, Any]:

@@ -32,16 +32,17 @@ RECEIPT = 10.0
 SENDING = 30.0
 """Maximum seconds for a client to accept one piece of a reply."""
 LISTED = 64
-"""Maximum number of ignored fields in a reply, and maximum number of characters of each field's name."""
+"""Maximum number of ignored fields that a reply lists, and of characters in each listed name."""
 REMEMBERED = 8
-"""Number of lines for which the server remembers the last request, for `dunes doctor`."""
+"""Number of editors' requests, at most one per line of text, that the server remembers for `dunes doctor`."""
 LOCAL = ("localhost", "127.0.0.1", "::1")
 EMPTY = Answer(reason="length")
-"""Answer to a request for zero tokens, also used for a missing choice."""
+"""Empty answer to a request for zero tokens, and for a choice that is missing."""
 
 
 def read_suggest(fields: Fields) -> Asked:
-    """Read a request of the page or `dunes complete`; `tokens` requests an explanation of the first suggestion."""
+    """Read a request of the server's page or `dunes complete`; `tokens` requests an explanation of the first
+    suggestion."""
     before, after, path = fields.text("before"), fields.text("after"), fields.path("path")
     explains, model = fields.flag("tokens"), fields.text("model")
     line = LineRequest(
@@ -90,8 +91,8 @@ def client_error(error: Exception) -> Refused:
 
 
 class Gate:
-    """Middleware that refuses requests to foreign host names (DNS rebinding), requests from web pages of other
-    origins, and, if a key is set, requests without the key. The middleware also ends slow requests."""
+    """Middleware that refuses requests to foreign host names (DNS rebinding) and from web pages of other origins.
+    If a key is set, requests without the key are refused. The middleware also ends replies to slow clients."""
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str], key: str | None) -> None:
         self.app, self.key = app, key
@@ -174,7 +175,7 @@ class Server:
         if not asked.stream:
             async with aclosing(events):
                 answers = {index: answer async for index, answer in events if answer.reason}
-            # A line can have fewer alternatives than requested. The missing choices are always the last.
+            # A line can have fewer alternatives than requested; then the last choices are missing.
             by_place = {i: answers.get(i, EMPTY) for i in range(max(answers, default=0) + 1)}
             return json_response(endpoint.write(asked, by_place, False), headers=headers)
         try:
@@ -186,7 +187,7 @@ class Server:
         return StreamingResponse(chunks, media_type=media_type, headers={"Cache-Control": "no-cache", **headers})
 
     async def _events(self, asked: Asked, request: Request) -> AsyncGenerator[tuple[int, Answer], None]:
-        """Yield pairs (index of a choice, answer or part of an answer). Cancel the tasks if the client
+        """Yield pairs of a choice's index and an answer or a part of it. Cancel the tasks if the client
         disconnects.
 
         Raises Refused.
@@ -194,7 +195,7 @@ class Server:
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
 
         def emit(index: int, event: Event) -> None:
-            with suppress(RuntimeError):  # the event loop is closed
+            with suppress(RuntimeError):  # raised if the event loop is closed
                 loop.call_soon_threadsafe(queue.put_nowait, (index, event))
 
         async def watch() -> None:
@@ -242,8 +243,8 @@ class Server:
         self._recent = deque([*others, (monotonic(), request, answer.text)], REMEMBERED)
 
     def _places(self) -> list[dict[str, Any]]:
-        """The places of editors' last requests, newest first, each with the text that was shown and the one
-        suggested now."""
+        """The places of editors' last requests, newest first, each with the text shown then and the text suggested
+        now."""
         places = []
         for time, request, shown in [*self._recent][::-1]:
             model = self.worker.find(request.model)
@@ -253,9 +254,9 @@ class Server:
         return places
 
     async def _replay(self, key: str | None, request: Request) -> Response:
-        """The reply with the result of `_places`. Only the server's user gets it, since it contains text from an
-        editor."""
-        if key is None and request.client is not None:  # the socket in the user's folder has no client address
+        """The reply with the result of `_places`. Only the server's user receives this reply, since it has an
+        editor's text."""
+        if key is None and request.client is not None:  # requests on the user's Unix socket have no client
             raise Refused(403, "only the user who runs the server may see this")
         notes = {name: model.current.note for name, model in self.worker.models.items()}
         return json_response({"notes": notes, "places": await asyncio.to_thread(self._places)})

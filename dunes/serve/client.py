@@ -18,7 +18,7 @@ from dunes.files.atomic import cache_home
 TIMEOUT = 10.0
 """Timeout of a request in seconds."""
 AGENT = "dunes"
-"""User-Agent of requests by this package, which distinguishes them from requests by editors."""
+"""User-Agent that distinguishes requests by this package from requests by editors."""
 RECENT = "/recent"
 """Path that returns the editors' last requests, for `dunes doctor`."""
 
@@ -40,7 +40,7 @@ class SocketConnection(http.client.HTTPConnection):
 def exchange(
     connection: http.client.HTTPConnection, path: str, body: Mapping[str, Any] | None, key: str = ""
 ) -> tuple[int, bytes]:
-    """Status and bytes of a reply on a new connection; without a body, the request is a GET."""
+    """Send a request, close the connection, and return the reply's status and bytes. No body means a GET."""
     headers = {"Content-Type": "application/json", "User-Agent": AGENT}
     headers |= {"Authorization": f"Bearer {key}"} if key else {}
     data = None if body is None else json.dumps(body).encode()
@@ -65,8 +65,8 @@ def complete_by_server(folder: Path, before: str, after: str, path: Path | None)
 
 
 def listen(folder: Path) -> socket.socket | None:
-    """A listening socket for a folder's server. None if another server already uses the socket, or if it cannot be
-    created (as in another user's folder)."""
+    """A listening socket for a folder's server. None if another server uses the socket, or if the socket cannot be
+    created, as in another user's folder."""
     listener = socket.socket(socket.AF_UNIX)
     with suppress(OSError, ValueError):
         file = socket_file(folder)

@@ -32,7 +32,7 @@ class Line(NamedTuple):
 
 
 def ask(address: str, path: str, body: Mapping[str, Any] | None = None, key: str = "") -> tuple[int, bytes]:
-    """Status and bytes of a reply. Raises OSError if nothing listens, ValueError for an invalid address."""
+    """Status and bytes of a reply. Raises OSError if no server listens, and ValueError for an invalid address."""
     parts = urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{address}: expected an address such as http://127.0.0.1:8012")

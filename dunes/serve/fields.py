@@ -29,18 +29,18 @@ FILES = 64
 ENDLESS = 4096
 """Maximum number of new tokens of an answer, even if the client asks for no limit."""
 OPEN = 256_000
-"""Maximum total characters of the open files in a request; the last files that fit are used."""
+"""Maximum total characters of a request's open files; if there are more, only the last files are used."""
 SEEDS = 2**64 - 1
 REFERENCE: dict[str, dict[str, Any]] = json.loads(files("dunes.serve").joinpath("reference.json").read_text())
 """Properties and settings that llama-server reports and this server lacks."""
 NEUTRAL: Mapping[str, Sequence[Any]] = REFERENCE["unsupported"] | REFERENCE["neutral"]
-"""Fields that change the generated text, with their neutral values. If a path does not read such a field, it
-refuses all other values. Unread fields outside this table are ignored and listed in the reply."""
+"""Fields that change the generated text, with their neutral values. A path that does not read such a field refuses
+all values except the neutral ones. Unread fields outside this table are ignored and listed in the reply."""
 KINDS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 500: "server_error",
     503: "unavailable_error",
 }  # fmt: skip
-"""Error types of llama-server by status; any other status means an invalid request."""
+"""Error types of llama-server by status; the type for any other status is invalid_request_error."""
 Number = TypeVar("Number", int, float)
 
 
@@ -55,7 +55,7 @@ class Refused(Exception):
 
 
 def parse(data: bytes) -> "Fields":
-    """The fields of a body. Raises Refused unless it is one JSON object without duplicate keys."""
+    """The fields of a body. Raises Refused unless the body is one JSON object without duplicate keys."""
     try:
         body = json.loads(data or b"{}", object_pairs_hook=unique_keys, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
@@ -92,7 +92,7 @@ class Fields:
         return self.body.get(name)
 
     def first(self, *names: str) -> str:
-        """The first of these names whose field is present; if no field is present, the first name."""
+        """The first of these names whose field is present; the first name if no field is present."""
         return next(filter(self.has, names), names[0])
 
     def ignored(self) -> list[str]:
@@ -105,7 +105,7 @@ class Fields:
         return [*own, *(name for part in self._parts.values() for name in part.ignored())]
 
     def disregard(self, *names: str) -> None:
-        """Count these fields as ignored, although they were read."""
+        """List these fields as ignored, even if they were read."""
         self._read.difference_update(names)
         for part in self._parts.values():
             part.disregard(*names)
@@ -149,7 +149,7 @@ class Fields:
         return seed if seed >= 0 else uuid.uuid4().int % 2**63
 
     def stops(self, name: str = "stop") -> tuple[str, ...]:
-        """The stop strings of a field that contains a string or a list; empty strings are dropped."""
+        """The stop strings in a field, which is a string or a list of strings; empty strings are dropped."""
         value, expected = self.get(name), f"a string, or a list of at most {STOPS}"
         values = [value] if isinstance(value, str) else self._value(name, list, expected, [])
         if len(values) > STOPS:
@@ -186,7 +186,7 @@ class Fields:
         return tuple(self._message(f"{name}[{i}]", m) for i, m in enumerate(self.objects(name, 4096)))
 
     def _message(self, place: str, message: "Fields") -> Turn:
-        # A late import: `data.examples` imports torch, which `dunes doctor` does not need.
+        # Imported late, since `data.examples` imports torch, and `dunes doctor` does not need torch.
         from dunes.data.examples import CALL_KEYS, RESULT_KEYS, ROLES, read_message
 
         role = message.text("role", None)

@@ -1,7 +1,7 @@
-"""Index source files when the user saves them, and load a run's model once it is written.
+"""Index source files when the user saves them, and load a run's model when it has been written.
 
-Editors need not send anything. Every second, a thread checks the times and sizes of the training source files. It
-also checks the times of their folders, which change when a file is added or deleted.
+Editors need not send anything. Every second, a thread checks the times and sizes of the training source files. The
+thread also checks the folders' times, which change when a file is added or deleted.
 """
 
 import os
@@ -24,7 +24,7 @@ PERIOD = 1.0
 PATIENCE = 60.0
 """Maximum seconds between two attempts to load a model."""
 LARGE = 400_000
-"""Maximum bytes of a file whose changes are followed."""
+"""Maximum size in bytes of a file whose changes are followed."""
 Stamp = tuple[int, int]
 
 
@@ -77,7 +77,7 @@ class Follower(threading.Thread):
         return message
 
     def _begin(self) -> None:
-        """Update the model with files that differ from its index: changed, added or deleted since training."""
+        """Update the model with all files that were changed, added or deleted since training."""
         self._folders, self._stamps, self._files = {}, {}, {}
         self._walk()
         indexed = dict(self.model.current.completer.training_files)
@@ -126,12 +126,12 @@ class Follower(threading.Thread):
         return (status.st_mtime_ns, status.st_size) if stat.S_ISREG(status.st_mode) else None
 
     def _take_in(self, paths: list[Path]) -> None:
-        """Update the model with as many of these files, in order, as fit into `MOST // 4` bytes."""
+        """Update the model with these files, in order, up to a total of `MOST // 4` bytes."""
         texts, stamps, room = dict[str, str | None](), dict[Path, Stamp](), MOST // 4
         for path in paths:
             stamp, name = self._stamp(path), self._files[path]
             if stamp is None or LARGE >= stamp[1] > room:
-                continue  # a deleted file is removed in the next walk; a file without room is read later
+                continue  # the next walk removes deleted files; a later check reads files without room
             stamps[path] = stamp
             if stamp[1] <= LARGE:  # for a larger file, the index keeps the old text
                 text = _read(path, name)
@@ -150,5 +150,5 @@ def _read(path: Path, name: str) -> str | None:
         return None
     try:
         return named_texts([document])[0][1]
-    except ValueError:  # the file is being written; the next check reads it
+    except ValueError:  # an incomplete file is read in the next check
         return None

@@ -1,6 +1,6 @@
-"""Answer the `initialize` request of an editor before importing pygls, which takes a second.
+"""Answer an editor's `initialize` request before importing pygls, since the import takes a second.
 
-Later, pygls also answers the same message, and its answer is dropped. A test compares the `capabilities` of both
+Later, pygls also answers `initialize`; this second answer is dropped. A test compares the `capabilities` of both
 answers.
 """
 
@@ -34,8 +34,8 @@ def message(content: dict[str, Any]) -> bytes:
 
 
 def shake_hands(stdin: BinaryIO, stdout: BinaryIO, version: str) -> tuple[bytes, bool]:
-    """Read the first message. For `initialize`, answer the message and return (JSON of the message, True); for
-    another message, return (bytes of the message, False)."""
+    """Read the first message. If the message is `initialize`, answer it, and return its JSON and True. Otherwise,
+    return its bytes and False."""
     head = b""
     while (line := stdin.readline()).strip():
         head += line

@@ -1,6 +1,6 @@
 """The language server: completes lines for editors that support inline completion, or only plain completion.
 
-`handshake.py` has already answered `initialize`. A thread loads the model, and the newest request waits for it.
+`handshake.py` has already answered `initialize`. A thread loads the model; meanwhile, the newest request waits.
 https://microsoft.github.io/language-server-protocol/specifications/lsp/3.18/specification/
 """
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 ITEMS = 3
 """Maximum number of suggestions."""
 IDLE = 0.5
-"""Seconds without a change after which an open file is indexed, so that other files can copy from it."""
+"""An open file is indexed after this number of seconds without a change, so that other files can copy from it."""
 
 
 def start(
@@ -78,7 +78,7 @@ class Document(TextDocument):
         self._source = text[:start] + change.text + text[max(start, end) :]
 
     def offset_at_position(self, position: types.Position) -> int:
-        """The offset in characters; a position beyond the end of its line or of the text becomes that end."""
+        """The offset in characters. A position is limited to the end of its line and to the end of the text."""
         lines = split_lines(self.source)
         if position.line >= len(lines):
             return len(self.source)
@@ -142,7 +142,7 @@ class Server(LanguageServer):
             self._worker.close()
 
     def _count(self, *_: Any) -> None:
-        """Count an accepted suggestion; at the end, the log reports the count."""
+        """Count an accepted suggestion; at shutdown, the log reports the count."""
         self._accepted += 1
 
     def _index_later(self, uri: str) -> None:
@@ -184,8 +184,7 @@ class Server(LanguageServer):
         return document.source[:offset], document.source[offset:]
 
     async def _answers(self, uri: str, position: types.Position) -> list[Answer]:
-        """The suggestions at a position. A newer request ends an older request, even if that request waits for the
-        model."""
+        """The suggestions at a position. A newer request ends an older request, running or waiting."""
         if self._newest is not None and not self._newest.done():
             self._newest.set_result([])
         loop = asyncio.get_running_loop()
@@ -203,7 +202,7 @@ class Server(LanguageServer):
                 result.set_result(event)
 
         def emit(event: Event) -> None:
-            with suppress(RuntimeError):  # the event loop is closed
+            with suppress(RuntimeError):  # raised if the event loop is closed
                 loop.call_soon_threadsafe(take, event)
 
         request = LineRequest(*texts, _path(uri), alternatives=ITEMS)
@@ -227,7 +226,7 @@ class Server(LanguageServer):
         answers = await self._answers(params.text_document.uri, params.position)
         cursor = types.Range(params.position, params.position)
         before, _ = self._split_at(params.text_document.uri, params.position) or ("", "")
-        word = re.split(r"\W", before.rpartition("\n")[2])[-1]  # editors filter items by this word
+        word = re.split(r"\W", before.rpartition("\n")[2])[-1]  # editors filter items by the cursor's word
         items = [
             types.CompletionItem(
                 label=(word + a.text).strip(),
@@ -245,7 +244,7 @@ class Server(LanguageServer):
 
 
 def _command(answer: Answer) -> types.Command:
-    """The command of an accepted suggestion, whose argument is its source."""
+    """The command that an editor sends for an accepted suggestion, with the suggestion's source as argument."""
     return types.Command("accepted", ACCEPTED, arguments=[answer.source])
 
 

@@ -29,7 +29,7 @@ HINTS = re.compile(r"\A\W{1,4} language: [^\n]*\n(?:\W{1,4} indentation: [^\n]*\
 Settings = Mapping[str, float]
 """Settings of a sampler, by name; missing settings are neutral."""
 UNNAMED = "filename"
-"""Name that llama-server gives to the file of an `/infill` request."""
+"""Placeholder name of llama-server for the file of an `/infill` request."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,7 @@ class LineRequest:
     model: str = ""
     shows_all: bool = False
     explains: bool = False
-    """True to explain the tokens of the first suggestion. With `shows_all`, improbable and short suggestions are
-    kept."""
+    """If true, explain the tokens of the first suggestion. `shows_all` keeps improbable and short suggestions."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +55,9 @@ class TextRequest:
     """A request to continue a prompt (text or ids) or a chat.
 
     `sampling` has those settings of the sampler that are not neutral. `logprobs` is the number of alternatives per
-    token; None means no log-probabilities. With `echo`, the answer starts with the prompt. If there are
-    `messages`, the model's chat template renders them with `variables` as the prompt; a model without a template
-    reads `prompt`. With `continues`, the last message is the beginning of the answer.
+    token; None means no log-probabilities. With `echo`, the answer starts with the prompt. The model's chat
+    template renders `messages`, if any, with `variables` as the prompt. A model without a template reads `prompt`.
+    With `continues`, the last message is the beginning of the answer.
     """
 
     prompt: str | Sequence[int] = ""
@@ -88,7 +87,7 @@ class TokenText(NamedTuple):
     logprob: float | None
     top: Sequence[tuple[int, bytes, float]] = ()
     offset: int = 0
-    """Number of characters of the answer before the token."""
+    """Number of characters that precede the token in the answer."""
 
     @property
     def text(self) -> str:
@@ -108,8 +107,8 @@ class TokenText(NamedTuple):
 
 @dataclass
 class Answer:
-    """A complete answer; if `reason` is empty, a part of an answer. `first` marks the first part of a choice in a
-    stream. Reasons: stop (end token), length (limit), word (stop string `stopped_at`)."""
+    """A complete answer, or a part of an answer if `reason` is empty. `first` marks the first part of a choice in
+    a stream. Reasons: stop (end token), length (limit), word (stop string `stopped_at`)."""
 
     text: str = ""
     reason: str = ""
@@ -141,9 +140,9 @@ Answers = Mapping[int, Answer]
 
 
 class Asked:
-    """The requests in a body: one text request for each choice of the reply, or one line request for several
-    choices. Each prompt has `count` choices. The reply's id starts with `prefix`, and `streams` is the default of
-    `stream`. `files` are indexed before the requests. Raises Refused for too many requests."""
+    """The requests in a body: one text request for each choice of the reply, or one line request for all choices
+    of a prompt. Each prompt has `count` choices. The reply's id starts with `prefix`, and `streams` is the default
+    of `stream`. `files` are indexed before the requests. Raises Refused for too many requests."""
 
     def __init__(
         self, fields: Fields, requests: Sequence[Request], prefix: str = "", count: int = 1, streams: bool = False
@@ -162,8 +161,8 @@ def read_text(
     fields: Fields, defaults: Settings, limit: str, tokens: int = -1, options: Fields | None = None, **more: Any
 ) -> TextRequest:
     """Read a TextRequest from the fields, and its settings from `options` if given. A missing sampler setting is
-    taken from `defaults`, or is neutral. `limit` is the name of the field with the maximum number of tokens, whose
-    default is `tokens`. `more` are additional attributes of the request."""
+    taken from `defaults`, or is neutral. `limit` is the name of the field for the maximum number of tokens;
+    `tokens` is this field's default. `more` are additional attributes of the request."""
     options, sampling = options or fields, dict[str, float]()
     for name, rule in RULES.items():
         read: Any = options.integer if isinstance(rule.neutral, int) else options.number
@@ -174,7 +173,7 @@ def read_text(
 
 
 def choices(request: TextRequest, count: int) -> list[Request]:
-    """`count` requests, each with its own seed."""
+    """`count` requests with different seeds."""
     return [replace(request, seed=(request.seed + i) % (SEEDS + 1)) for i in range(count)]
 
 
@@ -234,7 +233,7 @@ def fill_in_the_middle(prompt: str) -> LineRequest | None:
 
 
 def _files(head: str) -> tuple[str, Sequence[tuple[str, str]]]:
-    """The name of the file with the cursor (the last in a repository's header), and the other files."""
+    """The name of the file with the cursor (the last one in a repository's header), and all other files."""
     parts = FILE.split(REPOSITORY.sub("", head))
     files = tuple(zip(parts[1::2], parts[2::2], strict=True))
     return (files[-1][0], files[:-1]) if files and not files[-1][1].strip() else ("", files)

@@ -1,6 +1,6 @@
 """A served model folder: complete lines, batch text requests, and reload the model when the folder changes.
 
-If a request has no path, the file is recognised by its lines.
+A request without a path is assigned to a file by the lines around the cursor.
 """
 
 import gc
@@ -50,9 +50,9 @@ from dunes.units import plural
 Call = Callable[[Callable[[], Any]], Future[Any]]
 """A function that runs another function in the worker's thread, and returns its `Future`."""
 SHORT = 3
-"""Minimum characters of a suggestion that does not end its line."""
+"""Minimum number of characters of a suggestion that does not complete its line."""
 PATHS = 64
-"""Number of paths whose names in training are cached, since each look-up of a name reads the model's card."""
+"""Number of paths whose names in training are cached; each look-up that is not cached reads the model's card."""
 UNFITTED = 0.3
 """Minimum probability of a shown suggestion if no threshold was fitted."""
 FILES = (
@@ -120,7 +120,8 @@ def take_out_of_file(model: nn.Module) -> None:
 
 
 def describe_model(folder: Path, stamp: Sequence[int], loaded: LoadedModel | None) -> Facts:
-    """Facts about a model, such as its size and the time of its last change (s); most are 0 during training."""
+    """Facts about a model, such as its size and the time of its last change (s). Without a loaded model, as during
+    training, most facts are 0 or empty."""
     facts: dict[str, Any] = {
         "modified": max(stamp) / 1e9,
         "digest": sha256(repr((str(folder), stamp)).encode()).hexdigest(),
@@ -149,8 +150,8 @@ def describe_model(folder: Path, stamp: Sequence[int], loaded: LoadedModel | Non
 class ServedModel:
     """A model folder. Only the worker's thread may load the model, complete lines or generate texts.
 
-    `acceptance` is the desired share of accepted suggestions, which selects a threshold fitted in training; 0
-    shows all suggestions. Raises ValueError for a folder that cannot be used for completion.
+    `acceptance` is the desired share of accepted suggestions. It selects a threshold that was fitted in training;
+    0 shows all suggestions. Raises ValueError for a folder that cannot be used for completion.
     """
 
     def __init__(
@@ -184,12 +185,12 @@ class ServedModel:
         self.current = new
         if was_copying and not new.copies:
             self._say(f"{self.name}: its model completes lines from now on")
-        gc.collect()  # frees the old model, which a reference cycle in the old engine keeps alive
+        gc.collect()  # frees the old model, held by a reference cycle in its engine
 
     @property
     def is_outdated(self) -> bool:
-        """True if the folder has changed since it was loaded, or if a base that could not be loaded has
-        changed."""
+        """True if the folder has changed since it was loaded. If no model could be loaded, also true if its base
+        has changed."""
         current = self.current
         is_missing = isinstance(current.completer, CopyCompleter)
         has_base_changed = is_missing and base_stamp(self.folder) != current.base_stamp
@@ -199,8 +200,8 @@ class ServedModel:
         """Use these texts of files, by name, in later completions; a text of None means a deleted file.
         Thread-safe.
 
-        The texts are indexed in the calling thread, unless a concurrent call in another thread has already picked
-        them up.
+        The texts are indexed in the calling thread, or in another thread that is calling `take_in` at the same
+        time.
         """
         with self._adding:
             self._pending |= texts
@@ -214,7 +215,7 @@ class ServedModel:
                 is_current = call(partial(self._use, completer, files, pending)).result()
 
     def _use(self, completer: Any, files: Any, texts: Mapping[str, str | None]) -> bool:
-        """Use these files and return True; return False if they were indexed for a model that has been
+        """Use these files and return True; return False if the files were indexed for a model that has been
         replaced."""
         if completer is self.current.completer:
             self._texts |= texts
@@ -286,7 +287,7 @@ class ServedModel:
 
     @property
     def is_full(self) -> bool:
-        """True if another text would have to wait."""
+        """True if the batch has no room for another text."""
         return self.current.batch is not None and self.current.batch.is_full
 
     def require_batch(self) -> Batch:
@@ -298,9 +299,9 @@ class ServedModel:
     def with_prompt(self, request: TextRequest) -> TextRequest:
         """The request, with its messages encoded as a prompt for the model's next turn. Thread-safe.
 
-        A model without a chat template reads the request's `prompt`. In that case, raises Refused if the prompt is
-        empty or if the request has a system message or thinking. Also raises Refused if the template refuses the
-        messages.
+        A model without a chat template reads the request's `prompt`. For such a model, raises Refused if `prompt`
+        is empty, or if the request has a system message or thinking. Also raises Refused if the template refuses
+        the messages.
         """
         batch, chats = self.require_batch(), self.current.chats
         chat, variables = chats.get(request.model, chats[self.name]), dict(request.variables)
@@ -319,7 +320,7 @@ class ServedModel:
 
 
 def _answer(suggestion: Suggestion, threshold: float | None, seconds: float) -> Answer:
-    """The answer with a suggestion; the text is empty if the suggestion is too improbable or too short."""
+    """The answer for a suggestion; the text is empty if the suggestion is too improbable or too short."""
     text = suggestion.text
     if threshold is not None and (suggestion.word < threshold or (len(text) < SHORT and not suggestion.ends_line)):
         text = ""
@@ -329,7 +330,7 @@ def _answer(suggestion: Suggestion, threshold: float | None, seconds: float) -> 
 
 
 def model_stamp(folder: Path) -> tuple[int, ...]:
-    """A stamp that changes when a model, its gate or its index is written into a folder, or when a GGUF file is
+    """A stamp of a folder or GGUF file. The stamp changes when a GGUF file or a folder's model, gate or index is
     written."""
     return tuple(file_time(folder / name) for name in (FILES if folder.is_dir() else [""]))
 
@@ -351,13 +352,13 @@ def file_time(path: Path) -> int:
 
 
 LINES = 400
-"""Maximum number of lines looked up on each side of the cursor, nearest first."""
+"""Maximum number of lines, nearest to the cursor first, that are looked up on each side of the cursor."""
 LENGTH = 8
-"""Minimum characters of a looked-up line without white space at its ends."""
+"""Minimum characters of a looked-up line, not counting white space at both ends."""
 FEWEST = 3
 """Minimum number of looked-up lines that occur only in the selected file."""
 SHARE = 0.5
-"""Minimum fraction of lines from the selected file among the looked-up lines that occur in only one file."""
+"""Of the looked-up lines that occur in only one file, minimum fraction that must be in the selected file."""
 
 
 class FileFinder:

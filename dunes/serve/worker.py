@@ -1,8 +1,8 @@
 """A worker runs the models in its own thread. Other threads send requests, each with a function that receives the
 answers.
 
-Models are not called concurrently, since each call changes their caches. Lines have priority, and are completed
-between two tokens of generated texts.
+Models are not called concurrently, since each call changes their caches. Requests for lines have priority: they
+run between two tokens of generated texts.
 """
 
 import threading
@@ -82,14 +82,15 @@ class Worker:
             self.close()
             raise
         for model in self.models.values():
-            # The first line takes longer than later lines, so one is completed here.
+            # The first line takes longer than later lines, so a first line is completed here.
             self.call(partial(model.lines, request, lambda: False)).exception()
             if follows:
                 self._followers.append(Follower(model, self.call, say))
                 self._followers[-1].start()
 
     def facts_by_name(self, name: str, is_exact: bool = False) -> Named:
-        """Pairs (name, facts) for the model or adapter with this name, or for all of them if the name is empty."""
+        """Pairs (name, facts) for the model or adapter with this name, or for all models and adapters if the name
+        is empty."""
         models = [self.find(name, is_exact)] if name or is_exact else self.models.values()
         entries = [(entry, model.current.facts) for model in models for entry in model.names]
         return [entry for entry in entries if entry[0] == name] or entries
@@ -97,7 +98,7 @@ class Worker:
     def find(self, name: str, is_exact: bool = False) -> ServedModel:
         """The model with this name, or with an adapter of this name. Raises Refused for an unknown name.
 
-        Unless `is_exact`, an empty name selects the first model; if there is only one model, any name selects it.
+        Unless `is_exact` is set, an empty name selects the first model, and any name selects the only model.
         """
         for model in self.models.values():
             if name in model.names or (not is_exact and (not name or len(self.models) == 1)):
@@ -173,13 +174,13 @@ class Worker:
         return sum(model.advance() for model in self.models.values()) > 0  # each goes on
 
     def _must_wait(self, task: Task) -> bool:
-        """True if a text has to wait for room in its model's batch."""
-        with suppress(Refused):  # an unknown model is refused when its text starts
+        """True if a text has to wait because its model's batch is full."""
+        with suppress(Refused):  # a text for an unknown model is refused later
             return self.find(task.request.model).is_full
         return False
 
     def _work_on(self, task: Task) -> None:
-        """Complete a line, or start generating a text; an error is emitted, and does not end the thread."""
+        """Complete a line, or start generating a text. If this fails, the error is emitted."""
         request = task.request
         try:
             if task.is_cancelled():

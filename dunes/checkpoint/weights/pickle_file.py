@@ -23,7 +23,7 @@ from dunes.checkpoint.weights.safetensors_file import MAX_NAME_BYTES, MAX_TENSOR
 from dunes.units import plural
 
 # A tensor takes about 35 opcodes, 70 reads and 150 bytes. The limit on reads grows with the number of storages in
-# the archive, so that a small file fails early. In the older format, it is fixed: the storages follow the pickle.
+# the archive, so that a small file fails early. The older format has a fixed limit: storages follow the pickle.
 _MAX_READS, _READS_PER_FILE = 200_000, 128
 _MAX_READS_LEGACY = 600_000
 MAX_BYTES = 32 << 20
@@ -38,7 +38,7 @@ _REMEDY = "only tensors are read, nothing is executed; ask for safetensors"
 _ALLOWED = b"(.\x80\x95N\x88\x89KMJ\x8aGX\x8c\x8dTU])t\x85\x86\x87qr\x94hjc\x93suaeQR"
 _LOCAL = Struct("<4s5H3I2H")
 _END = b"PK\5\6"
-_FLAGS = 0x0808  # supported flags: sizes after the data, UTF-8 names
+_FLAGS = 0x0808  # supported zip flags: sizes after the data, UTF-8 names
 _DIRECTORY = 32 << 20
 
 
@@ -152,7 +152,7 @@ def _read_legacy(file: BinaryIO, size: int) -> tuple[object, dict[str, tuple[int
 
 
 class _Dict(dict[object, object]):
-    """A dict in a pickle; keys must be unique strings or integers, as hashing nested tuples can take very long."""
+    """A dict in a pickle. Keys must be unique strings or integers, as hashing nested tuples can be very slow."""
 
     def __setitem__(self, key: object, value: object) -> None:
         if type(key) not in (str, int) or key in self:
@@ -188,10 +188,10 @@ class _BoundedFile:
         return data
 
 
-class _Unpickler(pickle._Unpickler):  # in C, a few bytes can request any amount of memory
+class _Unpickler(pickle._Unpickler):  # the C version allocates any amount for a few bytes
     """Reads the pickles of one file in order; `storages` has the storages that the pickles refer to, by key.
 
-    Only numbers and strings are compared, hashed or printed, since a few opcodes can build a value of 2^n parts.
+    Only numbers and strings are compared, hashed or printed, since n opcodes can build a value of 2^n parts.
     """
 
     stack: list[Any]
@@ -261,7 +261,7 @@ class _Unpickler(pickle._Unpickler):  # in C, a few bytes can request any amount
 
 
 def _sizes(values: object) -> tuple[int, ...]:
-    """A tensor's sizes or strides. Raises ValueError unless they are at most MAX_DIMS non-negative integers."""
+    """A tensor's sizes or strides. Raises ValueError unless all are non-negative integers, at most MAX_DIMS."""
     if type(values) is not tuple or len(values) > MAX_DIMS:
         raise ValueError(f"a tensor's sizes or strides are not a tuple of at most {MAX_DIMS} integers")
     if not all(type(v) is int and v >= 0 for v in values):
@@ -329,7 +329,7 @@ def _tensors_by_name(content: object) -> dict[str, _Tensor]:
 def _items(values: _Dict, prefix: str = "", depth: int = 1) -> Iterator[tuple[str, object, int]]:
     """Names, values and depths of the items of nested dicts, in order."""
     for key, value in values.items():
-        # Truncated, since a dict with a long, invalid key may occur many times.
+        # The key is cut, since a dict with a long, invalid key may occur many times.
         name = prefix + str(key)[: MAX_NAME_BYTES + 1]
         yield name, value, depth
         if type(value) is _Dict:
@@ -360,8 +360,8 @@ class _Bounded:
 def entries(file: BinaryIO, size: int) -> dict[str, tuple[int, int]]:
     """Offset and length in bytes of each file in a zip archive of `size` bytes, by name.
 
-    Raises ValueError unless all files in the zip are uncompressed and unencrypted, lie before the central
-    directory without overlap, and have unique relative names.
+    Raises ValueError for a compressed or encrypted file, for a name that is not relative and unique, and for files
+    that overlap each other or the central directory.
     """
     file.seek(max(size - 22, 0))
     if not (tail := file.read(22)).startswith(_END) or tail[20:] != b"\0\0":

@@ -88,7 +88,7 @@ def tags(models: Named) -> dict[str, Any]:
 
 
 def show(models: Named) -> dict[str, Any]:
-    """The reply to /api/show for the first model. Its template has `.Suffix`, which clients look for."""
+    """The reply to /api/show for the first model. The reply's template has `.Suffix`, which clients look for."""
     _, facts = models[0]
     info = {"general.architecture": facts["family"], "general.parameter_count": facts["parameters"]}
     info[f"{facts['family']}.context_length"] = facts["context_length"]

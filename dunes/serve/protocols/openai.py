@@ -58,7 +58,7 @@ def read_chat(fields: Fields) -> Asked:
 
 
 def _wants_usage(fields: Fields) -> bool:
-    """True if a stream ends with its usage."""
+    """True if the client requests numbers of tokens at the end of a stream."""
     return fields.object("stream_options").flag("include_usage")
 
 
@@ -87,8 +87,8 @@ def endpoint(
 
 
 def usage(request: Asked, answers: Answers) -> dict[str, dict[str, int]]:
-    """The numbers of tokens of a request; a prompt counts once, whatever the number of its choices."""
-    longest_last = sorted(answers.items(), key=lambda item: item[1].prompt_tokens)  # a missing choice has 0
+    """The numbers of tokens of a request; a prompt with several choices counts once."""
+    longest_last = sorted(answers.items(), key=lambda item: item[1].prompt_tokens)  # a missing choice has none
     prompt = sum({i // request.count: answer.prompt_tokens for i, answer in longest_last}.values())
     new = sum(answer.new_tokens for answer in answers.values())
     return {"usage": {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}}
