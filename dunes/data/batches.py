@@ -1,11 +1,12 @@
-"""Batches (windows of ids, tensor rows, or examples) in an order fixed by (seed, epoch, position) alone.
+"""Batches of windows of ids, of tensor rows, or of examples.
 
-Therefore, a single integer stores the position of a run in its data. A resumed run starts without reading earlier
-batches, and the order does not depend on the number of workers or devices.
+The seed, the epoch and the position in the epoch determine each row of a batch. Therefore, a resumed run needs
+only the number of its next batch and reads no earlier batches, and the order does not depend on the number of
+workers or devices.
 
-A row has one padded example, or several packed examples that do not attend to each other. Packing is best-fit
-decreasing (https://arxiv.org/abs/2404.10830). The layout depends only on the lengths, so every epoch has the same
-number of rows. Each epoch permutes the examples of equal length.
+A row of `Batches` has one padded example, or several packed examples that do not attend to each other. Packing is
+best-fit decreasing (https://arxiv.org/abs/2404.10830). The packing depends only on the lengths of the examples, so
+every epoch has the same number of rows. Each epoch permutes the examples of equal length.
 """
 
 # Shapes: B batch, T tokens, N rows.
@@ -58,8 +59,8 @@ class PackedText:
     of the previous document and the first input of the next.
 
     `Windows` applies `transform`, if any, to each complete document, including its first id. `transform` may
-    reorder and replace ids. The generator that `transform` gets is seeded by (seed, epoch, document), so all
-    windows with parts of a document see the same transformed document.
+    reorder and replace ids. Its random generator is seeded by (seed, epoch, document), so all windows with parts
+    of a document see the same transformed document.
     """
 
     tokens: TokenIds
@@ -107,8 +108,9 @@ class Windows:
     `arrange`, if any, is applied to each window, with a generator seeded by (seed, epoch, position in the epoch's
     order). Batches with `arrange` have separate targets, which are IGNORE where `arrange.is_target` is False.
 
-    Each epoch has its own offset and order. An epoch omits fewer than 2 * `length` tokens, all at the ends of the
-    text; other epochs include them. Raises ValueError if there are fewer tokens than one window needs.
+    Each epoch has its own offset and order. An epoch omits fewer than 2 * `length` tokens, all at the start and
+    the end of the text; epochs with other offsets include them. Raises ValueError if there are fewer tokens than
+    one window needs.
     """
 
     tokens: TokenIds
@@ -145,7 +147,7 @@ class Windows:
         return starts
 
     def batch(self, number: int) -> Tensor | tuple[Tensor, ...]:
-        """Batch `number` (0, 1, ...), int64: ids (B, T + 1). `PackedText` gives ids, targets, positions (B, T).
+        """Batch `number` from 0, int64: ids (B, T + 1) or, for `PackedText`, ids, targets and positions (B, T).
 
         With `arrange`, a batch of plain ids becomes ids and targets (B, T). With several ranks, the batch has only
         the rows of this rank.
@@ -228,7 +230,7 @@ def join_texts(texts: Sequence[NDArray[Any]]) -> Side:
 
 
 def tail_start(start: int, stop: int, share: float) -> int:
-    """Start index of a text's tail, its last `share` of tokens; the text spans `start` to `stop` (with EOS)."""
+    """Start index of a text's tail, the last fraction `share` of the tokens from `start` to `stop` (with EOS)."""
     return stop - round((stop - start) * share)
 
 
@@ -255,7 +257,7 @@ class Rows:
             )
 
     def steps(self, epochs: float) -> int:
-        """Number of batches in this many epochs (which may be a fraction), rounded up."""
+        """Number of batches in `epochs` epochs, rounded up; `epochs` may have a fraction."""
         return -int(-epochs * len(self.tensors[0]) // self.batch_size)
 
     def indices(self, start: int = 0) -> Iterator[Tensor]:
@@ -324,7 +326,7 @@ class Batches:
 
     @cached_property
     def _layout(self) -> list[list[int]]:
-        """The examples of each row, as indices into all examples sorted by descending length."""
+        """The examples of each row, as indices into the examples with a target, sorted by descending length."""
         lengths = np.sort(self._lengths)[::-1].tolist()
         return best_fit(lengths, self.context_length) if self._packs else [[i] for i in range(len(lengths))]
 
@@ -340,9 +342,9 @@ class Batches:
         return [int(self._with_target[i]) for i in self._ranking(epoch)[row]]
 
     def _ranking(self, epoch: int) -> NDArray[np.int64]:
-        """Examples in descending order of length; examples of equal length are shuffled in each epoch."""
+        """Indices into `_with_target`, by descending length of the examples; equal lengths are shuffled."""
         if epoch not in self._cache:
-            # The epoch is negated, since (seed, epoch) is the key that shuffles rows.
+            # The key has a negated epoch, since (seed, epoch) is the key that shuffles rows.
             size = len(self._with_target)
             order = shuffle_index(np.arange(size), size, (self.seed, -1 - epoch))
             self._cache.clear()
@@ -374,7 +376,7 @@ class Batches:
 
 
 def collate(rows: Sequence[Sequence[Example]], context_length: int, full: bool = False) -> Batch:
-    """Join rows of examples to a batch, padded to `context_length` if `full`, otherwise to the longest row.
+    """Join rows of examples into a batch, padded to `context_length` if `full`, otherwise to the longest row.
 
     Targets are the next ids of the same example, never ids of the following example. Padding has position -1, id 0
     and target IGNORE.

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 LARGE = 0.2
-"""A group of near-duplicates with more than this fraction of the texts is selected for validation last."""
+"""A group of near-duplicates with more than this fraction of the texts (or bytes) is last in selecting validation
+texts."""
 
 _WIDE_SPACE = re.compile("[\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff]")
 _SPACE, _LINE_ENDS = b" \t\v\f\x1c\x1d\x1e\x1f", bytes.maketrans(b"\r", b"\n")
@@ -24,12 +25,12 @@ BINS = 64
 EMPTY = 2**32 - 1
 """Value of a bin without lines."""
 SIMILAR = 0.7
-"""Minimum Jaccard similarity of the lines of near-duplicates: of 20 lines each, 17 are equal (17 / 23 = 0.74)."""
+"""Minimum Jaccard similarity of near-duplicates; with 20 lines each, 17 of them equal, it is 17 / 23 = 0.74."""
 
 FEW_LINES = 6
-"""Minimum number of nonempty bins for a comparison by lines; shorter texts have equal lines by chance."""
+"""Minimum number of nonempty bins for a comparison by lines; shorter texts may have equal lines by chance."""
 SHORT_LINE = 4
-"""Minimum length in bytes of a compared line; shorter lines, such as brackets, are equal by chance."""
+"""Minimum length in bytes of a compared line; shorter lines, such as brackets, may be equal by chance."""
 
 KEYS = 4
 """Number of a text's rarest hashes; two texts are compared if they share one of these hashes."""

@@ -45,12 +45,12 @@ ROLES = {
 """Maps each role name of OpenAI's and ShareGPT's formats to our role."""
 
 CALL_ROLES = ("function_call", "tool_call")
-"""Roles of ShareGPT's messages whose text is JSON: a tool call, or a list of tool calls."""
+"""ShareGPT's roles for tool calls; the text of such a message is one tool call or a list of them, in JSON."""
 
 CALL_KEYS = ("tool_calls", "function_call")
-"""Keys of fields that only answers have."""
+"""Keys of tool calls in a message; only answers have them."""
 RESULT_KEYS = ("name", "tool_call_id")
-"""Keys of fields that only messages of tools have."""
+"""Keys of further fields of a message; only messages with the role `tool` have them."""
 
 SYSTEM_KEYS = ("system", "system_prompt", "system_message")
 """Keys under which a row may have a system prompt beside its conversation or task."""
@@ -97,8 +97,8 @@ class Record:
 
     `format` is a key of RECORD_FORMATS. `variables` are additional variables for the chat template, such as
     `tools`. For a preference, `turns` are the prompt and the chosen answer, and `rejected` are the prompt and the
-    rejected answer. Answers inside the prompt are not trained on. `seen` is `Example.seen`, once
-    the record has an example.
+    rejected answer. Answers inside the prompt are not trained on. `seen` is `Example.seen`; it is set after the
+    record is tokenized.
     """
 
     turns: Conversation
@@ -135,7 +135,7 @@ class Records:
 class RecordFormat:
     """A record format: description, keys that identify it, the function that reads a row, and optional keys.
 
-    A row with text under a key in `refused` raises ValueError, since the format cannot read this text.
+    A row with a value under a key in `refused` raises ValueError, since the format does not read this value.
     """
 
     description: str
@@ -178,7 +178,7 @@ class Example:
     def targets(self, context_length: int) -> int:
         """Number of targets that remain if the example is truncated to `context_length` + 1 ids.
 
-        For a preference, the targets of both sides are added. If one side has no target, or the truncated sides
+        For a preference, the result is the sum for both sides. If one side has no target, or the truncated sides
         are equal, the result is 0 and the pair is skipped.
         """
         counts = [int(side.loss_mask[1 : context_length + 1].sum()) for side in self.sides]
@@ -187,7 +187,7 @@ class Example:
 
 
 def read_records(path: Path | str, fields: Sequence[str] = (), names: Mapping[str, str] | None = None) -> Records:
-    """The records of a JSON list, a JSON lines or CSV file (all may be gzipped), or a parquet file.
+    """The records of a JSON list or JSON lines (plain or gzipped), or of a CSV, TSV or parquet file.
 
     With `fields`, only these fields are read, as plain text. `names` maps fields of RECORD_FORMATS to the file's
     field names; only formats that have all these fields are tried. Raises ValueError that names the file, the line
@@ -348,7 +348,7 @@ def _one(values: Mapping[str, Any], keys: Iterable[str], noun: str) -> str | Non
 
 
 def _system(row: dict[str, Any], turns: Conversation) -> Conversation:
-    """The system message from a field of the row; empty if the conversation starts with the same message."""
+    """The system message from a field of the row; empty if there is none, or if the conversation has one."""
     texts = {key: text for key in SYSTEM_KEYS if (text := _text(row, key, "")).strip()}
     own = [turn.text for turn in turns[:1] if EQUAL_ROLES.get(turn.role, turn.role) == "system"]
     given = texts | dict(zip(["the system message"], own, strict=False))
@@ -429,7 +429,7 @@ def ignored_line(files: Iterable[Records]) -> list[str]:
 
 
 def _typed(value: Any, kind: type[T], key: str = "") -> T:
-    """Return the value. Raises ValueError for another type, and for a string with half of a surrogate pair."""
+    """Return the value. Raises ValueError for another type, and for a string with a lone surrogate."""
     place = f"{key}: " if key else ""
     if not isinstance(value, kind):
         raise ValueError(f"{place}expected {TYPES[kind]}, found {_type(value)}")
@@ -470,8 +470,8 @@ def _preference(row: dict[str, Any]) -> tuple[Conversation, Conversation]:
     """The prompt with the chosen answer, and the prompt with the rejected answer.
 
     `chosen` and `rejected` are answers (text, a message, or messages) to a prompt, or complete conversations. The
-    prompt of complete conversations is their common beginning. If there is a field `prompt`, the common beginning
-    must contain its text. Answers inside the prompt are not trained on.
+    prompt of complete conversations is their common beginning. If the row also has a prompt whose text is not in
+    the common beginning, ValueError is raised. Answers inside the prompt are not trained on.
     """
     prompt, chosen, rejected = _prompt(row), _answer(row, "chosen"), _answer(row, "rejected")
     size = _shared(chosen, rejected)
@@ -588,7 +588,7 @@ def _content(message: dict[str, Any], key: str) -> str:
 def _is_trained(message: dict[str, Any], role: str) -> bool:
     """False if a key of LOSS_KEYS excludes the message from the loss.
 
-    A `weight` of 1 (OpenAI) has no effect on prompts; axolotl's fields raise ValueError if they select a prompt.
+    On a prompt, a `weight` or `loss` of 1 has no effect, and a true `train` or `training` raises ValueError.
     """
     values = {key: message[key] for key in LOSS_KEYS if message.get(key) is not None}
     for key, value in values.items():
@@ -655,11 +655,11 @@ def split_records(rows: Sequence[Record], share: float = 0.1) -> tuple[list[Reco
 
 
 def record_hashes(rows: Sequence[Record]) -> list[float]:
-    """Hashes of the records' words, in [0, 1); `split_records` splits by these hashes.
+    """Hashes of the records' words, which `split_records` uses; they are in [0, 1), except for large groups.
 
     Near-duplicate texts share a hash, as do preferences with equal prompts, and records whose examples have equal
-    words (`seen`). If a group has more than the fraction LARGE of the records, 1 is added to its hash, so it is
-    selected for validation last.
+    words (`seen`). If a group of near-duplicates has more than the fraction LARGE of the records, 1 is added to
+    its hash, so that it is selected for validation last.
     """
     hashes = [split_hash(_split_by(row)) for row in rows]
     texts = [i for i, row in enumerate(rows) if row.format == "text"]
@@ -684,7 +684,7 @@ def _split_by(row: Record) -> Conversation:
 
 
 def count_leaked(train: Sequence[Record], valid: Sequence[Record]) -> int:
-    """Number of validation records that are equal to a training record or nearly duplicate a training record."""
+    """Number of validation records that share their hash (`record_hashes`) with a training record."""
     hashes = record_hashes([*train, *valid]) if valid else []
     train_hashes = {*hashes[: len(train)]}
     return sum(value in train_hashes for value in hashes[len(train) :])
@@ -715,7 +715,7 @@ def split_hash(turns: Conversation) -> float:
 def tokenize_records(
     rows: Sequence[Record], template: Template, tokenizer: Tokenizer, train_on: str = "answers"
 ) -> Iterator[Example]:
-    """Encode records as ids. Targets are the answers with their stop tokens or, with "all", all ids except BOS.
+    """Encode records as ids. Targets are answers with their stop tokens; for `train_on` "all", all ids except BOS.
 
     Answers that a record excludes from the loss are never trained on. Raises ValueError if the tokenizer lacks
     special tokens, if the template does not support a record, or if a record excludes a prompt from the loss
@@ -730,7 +730,7 @@ def tokenize_records(
 
 def _example(row: Record, template: Template, tokenizer: Tokenizer, train_on: str) -> Example:
     if row.turns[-1].role == "text":
-        # Plain text is not rendered, since it may be large; an empty text checks that the template supports it.
+        # Plain text may be large, so only an empty text is rendered, to check the template.
         template.render((Turn("text", ""),), variables=row.variables)
         return _text_example(row, tokenizer)
     segments = template.render(row.turns, variables=row.variables)

@@ -1,7 +1,7 @@
 """List the plain files in sources (files and folders), except files that .gitignore excludes.
 
-Links are not followed by default. If a link's target is inside the sources, the target is listed without the link,
-or excluded on purpose. A target outside the sources may be a device, a password file, or an entire disk.
+Links are not followed by default. A link's target inside the sources is listed anyway, or excluded on purpose. A
+target outside the sources may be a device, a password file, or an entire disk.
 
 By git's rules (https://git-scm.com/docs/gitignore), the last matching line in the deepest .gitignore decides. A
 line that matches a folder does not match the files below it, but excluded folders are never walked.
@@ -75,7 +75,7 @@ class SourceFile:
 
 
 def reason_by_name(file: SourceFile) -> str:
-    """The reason to leave a file out by its path, "third-party" or "generated"; empty if there is none."""
+    """The reason to skip a file that its path shows: "third-party" or "generated", or empty if there is none."""
     *folders, name = file.name.split("/")
     for depth, folder in enumerate(folders):
         above = file.path.parents[len(folders) - 1 - depth]
@@ -215,7 +215,7 @@ def rules_above(path: Path, is_folder: bool) -> Rules | None:
 
 
 def is_ignored(path: Path, is_folder: bool, rules: Rules) -> bool:
-    """True if the rules exclude this path, which must be resolved and must not have excluded parents."""
+    """True if the rules exclude this path; the path is resolved, and none of its parents is excluded."""
     for base, lines in reversed(rules):
         name = path.relative_to(base).as_posix()
         for regex, excludes, folders in reversed(lines):
@@ -264,8 +264,8 @@ def skipped_line(skipped: Mapping[str, Sequence[str]]) -> str:
 
 
 def source_roots(source: str | Path) -> dict[Path, Rules]:
-    """A source's file or folders, with rules for `stdlib` and `installed`. Raises ValueError for a missing
-    source."""
+    """A source's file or folders; for `stdlib` and `installed`, with rules that select their files. Raises
+    ValueError for a missing source."""
     if not is_path(source):
         stdlib = {Path(sysconfig.get_paths()["stdlib"]).resolve(): STDLIB_TESTS}
         roots = stdlib if str(source) == STDLIB else installed_roots(str(source))

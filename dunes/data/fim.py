@@ -31,7 +31,7 @@ LEAST = 16
 SPAN_LINES = 4
 """Maximum number of lines that a middle spans."""
 TRIES = 8
-"""Maximum number of cuts that are tried for a window."""
+"""Maximum number of tries to cut a window's text into prefix, middle and suffix."""
 
 
 class Sentinels(NamedTuple):
@@ -48,7 +48,7 @@ NAMES = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", END, FILE)
 
 
 def missing_sentinels(tokenizer: Tokenizer) -> list[str]:
-    """The sentinels that a tokenizer lacks, or has only as tokens of plain text."""
+    """The sentinels that a tokenizer lacks or treats as plain text."""
     ids = {name: tokenizer.inner.token_to_id(name) for name in NAMES}
     return [name for name, i in ids.items() if i is None or tokenizer.token_bytes[i]]
 
@@ -65,13 +65,13 @@ def sentinels(tokenizer: Tokenizer) -> Sentinels:
 
 @dataclass(frozen=True)
 class FillInMiddle:
-    """Rearranges a window of ids (N,) with probability `rate`, half of the time in each order; returns ids (N,).
+    """Rearranges a window of ids (N,) with probability `rate`, in either order equally often; returns ids (N,).
 
     In a window, only the longest text from one document is rearranged, without its file header; other ids keep
     their places. Cuts are between characters. Half of the middles extend from a random character to the end of its
     line; the other half spans up to SPAN_LINES lines. The end of the suffix is cut off to keep the window's
-    length. A window is unchanged if its text is short, or if none of TRIES cuts fits because the middle ends too
-    late.
+    length. A window is unchanged if its text has fewer than LEAST tokens, or if prefix, middle and sentinels
+    exceed its length for each of TRIES random cuts.
 
     Raises ValueError for a tokenizer without the sentinels.
     """

@@ -100,7 +100,8 @@ def _shape(path: Path, header: bytes) -> list[int]:
 
 
 def _find(folder: Path, pattern: str) -> Path:
-    """The one file that matches the pattern, preferably plain. Raises ValueError if none or several match."""
+    """The one plain file that matches, otherwise the one gzipped file. Raises ValueError if none or several
+    match."""
     matches = sorted(folder.glob(pattern)) or sorted(folder.glob(f"{pattern}.gz"))
     if len(matches) != 1:
         names = ", ".join(path.name for path in matches[:3])

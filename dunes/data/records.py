@@ -27,7 +27,7 @@ EXPECTED = "expected one JSON object per line, or one list"
 
 LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 JSON = (".json", ".json.gz")
-"""Suffixes of files that may contain records; files with a suffix in LINES or TABLES always do."""
+"""Suffixes of files that may contain records. Parquet files and files with a suffix in LINES always do."""
 
 TABLES: dict[str, tuple[bytes, str, str, dict[str, Any]]] = {
     ".parquet": (b"PAR1", "parquet", "scan_parquet", {"hive_partitioning": False}),
@@ -53,9 +53,10 @@ def file_format(path: Path) -> str:
 def rows(
     path: Path, fields: Collection[str] = (), names: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """Yield each row with its place (file and line or row). With `fields`, only these columns of tables are read.
+    """Yield each row with its place (file and line or row). With only `fields`, other columns of tables are not
+    read.
 
-    `names` maps new names to the file's field names; another field with a new name gets a suffix. Raises
+    `names` maps new names to the file's field names; a field that already has a new name gets a suffix. Raises
     ValueError that names the file, the line or row, the expected value and the actual value.
     """
     if not names:
@@ -188,7 +189,7 @@ def _table_rows(path: Path, suffix: str, fields: Collection[str] = ()) -> Iterat
             if part.height < TABLE_ROWS:
                 return
     except BaseException as error:
-        # A panic in the library is not an Exception.
+        # A panic in polars is a BaseException, but not an Exception.
         if isinstance(error, polars.exceptions.PolarsError) or type(error).__name__ == "PanicException":
             message = " ".join(str(error).split())[:200]
             raise ValueError(f"{path}: cannot be read as {name}: {message}") from None
