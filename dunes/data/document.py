@@ -113,8 +113,7 @@ def header_name(name: str) -> str:
 
 
 def plain_document(file: SourceFile) -> Document | str:
-    """The document, or a reason to skip the file. A file that the user named is not skipped for a reason in
-    LEFT_OUT."""
+    """The document, or a reason to skip the file. LEFT_OUT does not concern files that the user named."""
     try:
         status = file.path.stat()
         if not stat.S_ISREG(status.st_mode):

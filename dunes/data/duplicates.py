@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 LARGE = 0.2
-"""A group of near-duplicates with more than this fraction of the texts (or bytes) is last in selecting validation
-texts."""
+"""A group of near-duplicates with more than this fraction of texts or bytes is selected for validation last."""
 
 _WIDE_SPACE = re.compile("[\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff]")
 _SPACE, _LINE_ENDS = b" \t\v\f\x1c\x1d\x1e\x1f", bytes.maketrans(b"\r", b"\n")

@@ -100,8 +100,7 @@ def _shape(path: Path, header: bytes) -> list[int]:
 
 
 def _find(folder: Path, pattern: str) -> Path:
-    """The one plain file that matches, otherwise the one gzipped file. Raises ValueError if none or several
-    match."""
+    """The one plain file that matches, else the one gzipped file. Raises ValueError for none or several."""
     matches = sorted(folder.glob(pattern)) or sorted(folder.glob(f"{pattern}.gz"))
     if len(matches) != 1:
         names = ", ".join(path.name for path in matches[:3])

@@ -40,7 +40,7 @@ READ = 128
 WRITTEN = 16
 """Maximum number of tokens whose decoding is timed; the first generated token is not timed."""
 ROUNDS = (6, 40)
-"""Minimum and maximum number of rounds."""
+"""Minimum and maximum number of rounds in which speed is measured."""
 SECONDS = 5.0
 """Processor time in seconds after which no round begins, except to reach the minimum number of rounds."""
 PHASES = {"prefill": "reading a prompt", "decode": "decoding"}
@@ -48,9 +48,9 @@ PHASES = {"prefill": "reading a prompt", "decode": "decoding"}
 
 @dataclass(frozen=True)
 class Measurement:
-    """A folder's `size` and `memory` in bytes, and `loss` in nats/token.
+    """The `size` of a folder's weight files and the peak `memory` in bytes, and the `loss` in nats/token.
 
-    `memory` is the peak of loading, prefill and decoding. `form` is the name of the implementation that decoded.
+    `memory` covers loading, prefill and decoding. `form` says what decoded: "the modules" or "compiled code".
     """
 
     size: int
@@ -144,7 +144,7 @@ def compare_folders(before: Path, after: Path, ids: TokenIds | None) -> Comparis
             free = measure.free_memory(torch.device("cpu"))
             fits = not free or first["memory"] + second["memory"] <= free
             rounds = _run_measurement([before, after], Path(scratch)) if fits else {}
-    except (ValueError, OSError) as error:  # the changed model must still be reported
+    except (ValueError, OSError) as error:  # the caller still reports on the changed model
         return f"not measured: {error}"
     top = [np.array(facts.pop("top")) for facts in (first, second)]
     agreement = float((top[0] == top[1]).mean()) if len(top[0]) else None
@@ -217,7 +217,7 @@ def measure_speeds(folders: Sequence[Path], file: Path) -> dict[str, list[tuple[
     while len(rounds) <= ROUNDS[0] or (len(rounds) <= ROUNDS[1] and process_time() - start < SECONDS):
         order = -1 if len(rounds) % 2 else 1
         rounds.append([_speeds(*model, ids) for model in models[::order]][::order])
-    # The first round loads kernels.
+    # The first round also loads kernels, so it is left out.
     return {phase: [tuple(lap[i] for lap in laps) for laps in rounds[1:]] for i, phase in enumerate(PHASES)}
 
 

@@ -54,7 +54,7 @@ def run_tasks(
 
 
 def _check_names(tasks: Sequence[str], names: Sequence[str]) -> None:
-    """Raise ValueError for the first task that is not among the names."""
+    """Raise ValueError for the first task that is not in `names`."""
     for task in tasks:
         if task not in names:
             raise ValueError(f"--tasks: unknown task {task!r}; `lm-eval ls tasks` lists all tasks")

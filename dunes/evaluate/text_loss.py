@@ -68,26 +68,26 @@ class Score:
 
     @property
     def criterion(self) -> float:
-        """The figure that selects the best weights; lower is better."""
+        """The value by which the best weights are selected; lower is better."""
         return self.bits_per_byte
 
     @property
     def facts(self) -> dict[str, float]:
-        """The figures for the card."""
+        """The values for the model card."""
         return {name: getattr(self, name) for name in ("loss", "perplexity", "bits_per_byte", "tokens")}
 
     @property
     def record(self) -> dict[str, float]:
-        """The figures for metrics.jsonl."""
+        """The values for metrics.jsonl."""
         return {"validation_loss": self.loss, "bits_per_byte": self.bits_per_byte}
 
     @property
     def text(self) -> str:
-        """The figures for the final report."""
+        """The values for the final report."""
         return f"{self.loss:.3f} nats/token, perplexity {self.perplexity:.1f}, {self.bits_per_byte:.3f} bits/byte"
 
     def compare(self, before: "Score") -> list[str]:
-        """Lines of the report on a finetuned model; `before` is the base model's score on (chosen) answers."""
+        """Lines of the report on a finetuned model; `before` is the base model's score on the answers."""
         lines = [f"validation loss of answers: {before.loss:.3f} nats/token before, {self.loss:.3f} after"]
         advice = "try a lower --lr, or check the examples"
         return lines + [f"warning: no better than the base model; {advice}"] * (not self.loss < before.loss)
@@ -131,14 +131,14 @@ def score_batches(loaded: LoadedModel, batches: Iterable[tuple[Tensor, ...]], dt
 
 @contextmanager
 def evaluation(model: nn.Module, dtype: torch.dtype) -> Iterator[torch.device]:
-    """Inside the `with` block, the model is in eval mode with this matrix product dtype; yields its device."""
+    """Inside the `with` block, the model is in eval mode, under autocast to `dtype`; yields its device."""
     device = next(model.parameters()).device
     with torch.no_grad(), tree.mode(model, False), torch.autocast(device.type, dtype, dtype != torch.float32):
         yield device
 
 
 def own_rows(batch: tuple[torch.Tensor, ...], group: int = 1) -> tuple[torch.Tensor, ...]:
-    """The rows of this rank, in whole groups of `group` rows; without rows, one group with all targets IGNORE."""
+    """The rows of this rank, in whole groups of `group` rows; if none are left, a group of IGNORE targets."""
     share = -(-len(batch[0]) // (group * ranks.count())) * group
     own = tuple(part[share * ranks.rank() :][:share] for part in batch)
     if len(own[0]):
@@ -150,7 +150,7 @@ def own_rows(batch: tuple[torch.Tensor, ...], group: int = 1) -> tuple[torch.Ten
 def _rectangle(tokens: TokenIds, starts: NDArray[Any], context: int, headers: FindHeaders) -> tuple[Tensor, ...]:
     """Ids, targets and, if packed, positions (B, T) of windows.
 
-    Targets after the end of the text and targets in file headers are ignored.
+    Targets after the end of the text and targets in file headers are IGNORE.
     """
     index = starts[:, None] + np.arange(min(context, len(tokens) - 1) + 1)
     window = torch.from_numpy(tokens[np.minimum(index, len(tokens) - 1)].astype(np.int64))

@@ -41,7 +41,7 @@ from dunes.units import plural
 NONE = "none"
 """Name of the chat model without an adapter folder. Adapters in a model folder are part of the model."""
 ROOM = 4
-"""A truncated conversation leaves `max_tokens` tokens free, but at most 1/ROOM of the context."""
+"""A truncated conversation leaves 1/ROOM of the context length for the answer, or `max_tokens` if that is less."""
 
 
 class NoTemplate(ValueError):
@@ -263,7 +263,8 @@ class Chat:
         self.name = name
 
     def say(self, text: str) -> Generator[str, None, None]:
-        """Stream the answer to `text`. Both texts join the conversation, even if the caller stops early."""
+        """Stream the answer to `text`. Unless the answer is empty, both texts are added to the conversation, even
+        if the caller stops early."""
         before = [] if self.engine.chat_model(self.name).single_turn else self.talk
         system, self.pending = self._system(), text
         talk = (*system, *before, Turn("user", text))
@@ -316,8 +317,8 @@ class Chat:
         return [Turn("system", self.system)] if self.system else []
 
     def command(self, line: str) -> bool:
-        """Execute a line that starts with /; returns False at the chat's end. Raises ValueError for an invalid
-        line."""
+        """Execute a line that starts with /; returns False if the line ends the chat. Raises ValueError for an
+        invalid line."""
         word, _, rest = line.partition(" ")
         if word == "/quit":
             return False
@@ -365,7 +366,7 @@ def run(chat: Chat, lines: Iterable[str], write: Callable[[str], None], interact
 
 
 def answer(chat: Chat, text: Generator[str, None, None], write: Callable[[str], None]) -> None:
-    """Write the answer and a newline; Ctrl-C stops the answer, and its text so far stays in the conversation."""
+    """Write the answer and a newline. Ctrl-C stops the answer; the conversation keeps its text so far."""
     length = 0
     with closing(text) as pieces:
         try:

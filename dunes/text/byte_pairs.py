@@ -97,7 +97,7 @@ class ByteDecoder:
 
     @property
     def errors(self) -> str:
-        """The codec error handler for broken UTF-8."""
+        """Name of the codec error handler for broken UTF-8."""
         return "each-byte" if self.metaspace else "replace"
 
     def token_bytes(self, token: str) -> bytes:
@@ -105,7 +105,7 @@ class ByteDecoder:
         if self.byte_level:
             try:
                 return codecs.charmap_encode(token, "strict", _BYTE_LEVEL)[0]
-            except UnicodeEncodeError:  # `tokenizers` keeps such a token unchanged
+            except UnicodeEncodeError:  # `tokenizers` decodes such a token to itself
                 return token.encode()
         if self.byte_fallback and re.fullmatch("<0x[0-9A-F]{2}>", token):
             return bytes([int(token[3:5], 16)])

@@ -146,7 +146,7 @@ def compile_template(template: str, marks: bool = False) -> Any:
         "raise_exception": fail,
         "strftime_now": lambda pattern: datetime.now().strftime(pattern),
         "namespace": Namespace,
-        # A function, since a class would expose its attributes.
+        # `dict` is a function here, since a class would expose its attributes.
         "dict": lambda *args, **kwargs: dict(*args, **kwargs),
     }
     return environment.from_string(template)

@@ -36,9 +36,10 @@ KNOWN = (
     *("model", "pre", "tokens", "token_type", "token_type_count", "scores", "merges"),
     *("add_space_prefix", "add_bos_token", "add_eos_token"),
 )
-"""Keys of a tokenizer that are read or do not change ids, in addition to keys that end in `_token_id`."""
+"""Supported keys of a tokenizer, in addition to keys that end in `_token_id`; they are read or do not change
+ids."""
 OFF = ("remove_extra_whitespaces", "add_sep_token", "precompiled_charsmap")
-"""Keys of a tokenizer that must be false or empty."""
+"""Keys of a tokenizer that are supported only if their value is false or empty."""
 
 
 class TensorInfo(NamedTuple):
@@ -183,7 +184,8 @@ def has_tokenizer(path: Path) -> bool:
 def build_tokenizer(
     fields: Mapping[str, Any], parse: Callable[[bytes], tokenizers.Tokenizer]
 ) -> tokenizers.Tokenizer:
-    """The tokenizer in a header. `parse` reads its tokenizer.json; otherwise, tokens and merges are used.
+    """The tokenizer in a header. `parse` reads its tokenizer.json, if any; otherwise, its tokens and merges are
+    used.
 
     For damaged fields and unsupported kinds, raises ValueError that names the key and index, but not the file.
     """
@@ -327,7 +329,7 @@ def _id(fields: Mapping[str, Any], name: str, default: int | None, count: int) -
 
 
 def special_tokens(fields: Mapping[str, Any]) -> SpecialTokens:
-    """The special ids in a header. Texts start with BOS if `add_bos_token` is true (default: by kind).
+    """The special ids in a header. Texts start with BOS if `add_bos_token` (default: by kind) is true.
 
     As in llama.cpp, BOS is 1 and EOS 2 by default for the kind `llama`, and `gemma4` always adds BOS. Raises
     ValueError for a BOS or EOS that is added but has no id.

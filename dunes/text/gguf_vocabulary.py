@@ -28,7 +28,7 @@ def vocabulary_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
     """The values whose keys start with `tokenizer.` in a GGUF file, for an embedding with `rows` rows.
 
     Raises ValueError if llama.cpp has no algorithm for the tokenizer, or would produce other ids. Warns if ids may
-    differ for text that the tokenizer changes to NFC, around special tokens, or with case-sensitive patterns.
+    differ for text that is not in NFC, for spaces around special tokens, or for combining marks and capitals.
     """
     content = json.loads(tokenizer.json())
     model = content["model"]

@@ -1,4 +1,4 @@
-"""Call the `tokenizers` library, and turn its errors and panics into one line that names the file."""
+"""Call the `tokenizers` library, and turn its errors and panics into one-line ValueErrors."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ SEQUENCES = ("normalizers", "pretokenizers", "decoders", "processors")
 
 
 def call(subject: str, make: Callable[[], _T]) -> _T:
-    """The result of `make`. Any error becomes a one-line ValueError that starts with the subject."""
+    """The result of `make`. Errors, except OSError, become a one-line ValueError that starts with `subject`."""
     try:
         return make()
     except BaseException as error:  # a panic in the library is not an Exception
@@ -50,7 +50,7 @@ def pipeline(inner: tokenizers.Tokenizer) -> dict[str, Any]:
 
 
 def steps(content: Mapping[str, Any], part: str) -> Iterator[Mapping[str, Any]]:
-    """The steps of a part in order, with sequences flattened."""
+    """The steps of `part` (such as "decoder") in order, with nested sequences flattened."""
     stack = [content.get(part)]
     while stack:
         step = stack.pop()

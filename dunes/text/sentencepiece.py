@@ -178,7 +178,7 @@ def _bpe(model: Model) -> models.BPE:
             if not {*last} <= scores.keys():
                 raise ValueError(f"not a sentencepiece model that can be read: {text!r} is made of unknown pieces")
             merges.append(last)
-    # Pieces of equal score (Mistral's runs of spaces) are merged from the left, longer pieces first.
+    # If scores are equal (Mistral's runs of spaces), the longest piece comes first, as in merging from the left.
     merges.sort(key=lambda pair: (-scores[pair[0] + pair[1]], -len(pair[0] + pair[1])))
     return hf_tokenizers.bpe(
         {p.text: i for i, p in enumerate(model.pieces)},
@@ -194,7 +194,7 @@ def _bpe(model: Model) -> models.BPE:
 def _normalizer(model: Model) -> normalizers.Normalizer:
     steps: list[normalizers.Normalizer] = []
     if model.remove_extra_whitespaces:
-        # With a dummy prefix, one leading space is kept, since "first" in Metaspace depends on it.
+        # With a dummy prefix, one leading space is kept, since Metaspace with "first" depends on it.
         prefix = " " if model.add_dummy_prefix else ""
         steps += [
             normalizers.Replace(Regex(pattern), text)

@@ -29,7 +29,7 @@ SURROGATES = range(0xDC00, 0xE000)
 """Lone surrogates, which valid text never contains. Pairs replace special tokens in a user's text."""
 
 MARKS = re.compile("[\ud810-\ud9ff][\uda00-\udbff]")
-"""Other pairs of lone surrogates; a pair in a string marks where a template writes this string."""
+"""Matches pairs of surrogates below SURROGATES; a pair in a string marks where a template writes the string."""
 MARKED_KEYS = ("content", "name", "arguments", *chat_template.REASONING_KEYS)
 
 CUT = "\ufdd0"
@@ -78,7 +78,7 @@ EQUAL_ROLES = {"developer": "system"}
 class Segment:
     """A text that is tokenized separately. If `special`, the text is the spelling of one special token.
 
-    A `masked` segment is part of an answer that the record excludes from the loss, so it is never trained on.
+    A `masked` segment belongs to an answer, but is excluded from the loss.
     """
 
     text: str
@@ -104,10 +104,10 @@ class Template(ABC):
     even if the positions of earlier answers are unknown.
 
     ValueError is raised if the rendered text lacks a part of the record: a message, a tool call, or the name of a
-    tool. An earlier answer may lack its reasoning if the template writes the reasoning of a last answer. To
-    distinguish equal strings, the text is rendered again with a mark in each string. If the marks change the rest
-    of the text, the text is checked without marks. A missing string is then overlooked if the text contains an
-    equal string.
+    tool. The reasoning of an earlier answer may be missing, provided that the template writes the reasoning of a
+    last answer. To distinguish equal strings, the text is rendered again with a mark in each string. If the marks
+    change the rest of the text, the text is checked without marks. A missing string is then overlooked if the text
+    contains an equal string.
 
     `special_tokens` maps each token to two flags, which are True if spaces to the left and to the right of the
     token are stripped. A `complete` template writes everything in a conversation, and needs no marks.
@@ -210,7 +210,7 @@ class Template(ABC):
     @cached_property
     def _roles(self) -> dict[str, str]:
         """EQUAL_ROLES, but a role for which the template has its own format is mapped to itself."""
-        # If the template only inserts the role's name, it has no form of its own for the role.
+        # If the template only inserts the role's name, it has no format of its own for the role.
         unknown = self._probe(UNKNOWN_ROLE)
         own = (r for r in EQUAL_ROLES if self.writes(r) and self._probe(r) != unknown.replace(UNKNOWN_ROLE, r))
         return {**EQUAL_ROLES, **{role: role for role in own}}
@@ -382,8 +382,8 @@ class Template(ABC):
 class NamedTemplate(Template):
     """A built-in template, without tools and reasoning.
 
-    `needs` are its special tokens; `words` must not be special tokens of the tokenizer. An answer ends with the
-    last special token in `needs`, or with the tokenizer's EOS if `needs` is empty. BEGIN and END in the source
+    `needs` are its special tokens; a tokenizer in which `words` are special tokens is refused. An answer ends with
+    the last special token in `needs`, or with the tokenizer's EOS if `needs` is empty. BEGIN and END in the source
     stand for the tokenizer's `document_start` and `eos`. With `inputs`, a message has a separate key `input`.
     """
 
@@ -549,7 +549,7 @@ def _is_written(value: Any, text: str) -> bool:
 
 
 def _token_names(tokenizer: Tokenizer) -> dict[str, str]:
-    """Special tokens by their keys in the config files, such as `bos_token`, even if texts do not start with BOS.
+    """Special tokens by their keys in the config files, with `bos_token` even if texts do not start with it.
 
     As in transformers, special_tokens_map.json overrides a tokenizer_config.json without `added_tokens_decoder`.
     """
@@ -659,7 +659,7 @@ def find_template(tokenizer: Tokenizer, card: Mapping[str, Any]) -> Template | N
 
 
 def _pair(name: str, *roles: str) -> str:
-    """Jinja that raises unless the roles are "user", "user, assistant" or one of `roles`, and opens the loop."""
+    """Jinja that raises unless the roles are "user", "user, assistant" or one of `roles`, and starts the loop."""
     return (
         "{% set roles = messages | map(attribute='role') | join(', ') %}"
         f"{{% if roles not in {('user', 'user, assistant', *roles)} %}}"
@@ -679,7 +679,7 @@ _ALPACA = (
 
 
 def _open_messages(name: str) -> str:
-    """Jinja that writes BEGIN, and opens the loop over the messages."""
+    """Jinja that writes BEGIN, and starts the loop over the messages."""
     return (
         "{{ BEGIN }}{% for m in messages %}{% if m['role'] not in ('system', 'user', 'assistant') %}"
         f"{{{{ raise_exception('template {name}: expected messages, found plain text; its template is plain') }}}}"
@@ -688,7 +688,7 @@ def _open_messages(name: str) -> str:
 
 
 def _turns(name: str) -> str:
-    """Jinja that separates the system message, and opens the loop over the other messages."""
+    """Jinja that separates the system message, and starts the loop over the other messages."""
     return (
         "{% if messages and messages[0]['role'] == 'system' %}"
         "{% set system = messages[0]['content'] %}{% set rest = messages[1:] %}"

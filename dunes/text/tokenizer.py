@@ -65,10 +65,12 @@ _ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 class Tokenizer:
-    """Text to ids and back. `decode(encode(text)) == text` holds; `encode(decode(ids)) == ids` need not hold.
+    """Text to ids and back. `decode(encode(text))` is `text`, unless the tokenizer changes text or lacks a
+    character.
 
-    `extra_files` maps names of the folder's other tokenizer files to their contents. `split_rule` is llama.cpp's
-    name of the rule that splits words, for a tokenizer that was read from a GGUF file.
+    `encode(decode(ids))` may differ from `ids`. `extra_files` maps names of the folder's other tokenizer files to
+    their contents. `split_rule` is llama.cpp's name of the rule that splits words, for a tokenizer that was read
+    from a GGUF file.
     """
 
     split_rule = ""
@@ -79,7 +81,7 @@ class Tokenizer:
         self.config_path = Path("tokenizer_config.json")
         # "<|endoftext|>" in the text of a document is plain text.
         self.inner.encode_special_tokens = True
-        # Some files truncate each text.
+        # Some tokenizer.json files ask to truncate or pad each text.
         self.inner.no_truncation()
         self.inner.no_padding()
 
@@ -275,7 +277,7 @@ class Tokenizer:
 
     @cached_property
     def splits(self) -> str:
-        """Splitting unit of a tokenizer trained here, a value of _SPLITS; empty for other tokenizers."""
+        """How a tokenizer trained here splits text: "lines" or "characters"; empty for other tokenizers."""
         pre_tokenizer = self.inner.pre_tokenizer
         return "" if pre_tokenizer is None else _SPLITS.get(pre_tokenizer.__getstate__(), "")
 
@@ -373,7 +375,8 @@ def _drop_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def original_files(folder: Path, *first: str) -> Iterator[Path]:
-    """The folder's files `first`, tokenizer.model* and tekken.json. Raises ValueError like `find_file`."""
+    """The folder's existing files among `first`, tokenizer.model* and tekken.json, in this order. Raises
+    ValueError like `find_file`."""
     models = sorted(path.name for path in folder.glob("tokenizer.model*") if _MODEL_NAME.fullmatch(path.name))
     return (path for name in (*first, *models, "tekken.json") if (path := find_file(folder, name)))
 
@@ -389,7 +392,7 @@ def _parse_json(data: bytes) -> tokenizers.Tokenizer:
     """The tokenizer in the content of a tokenizer.json. Raises ValueError for invalid ids."""
     json_file.parse(data, Path("tokenizer.json"))
     inner = tokenizers.Tokenizer.from_str(data.decode("utf-8-sig"))
-    inner.encode("")  # some damaged parts fail only here
+    inner.encode("")  # some damaged files fail only here
     ids = inner.get_vocab().values()
     if not ids or len(set(ids)) != len(ids) or max(ids) >= MAX_IDS:
         raise ValueError(
