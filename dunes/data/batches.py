@@ -1,8 +1,8 @@
 """Batches of windows of ids, of tensor rows, or of examples.
 
 The seed, the epoch and the position in the epoch determine each row of a batch. Therefore, a resumed run needs
-only the number of its next batch and reads no earlier batches, and the order does not depend on the number of
-workers or devices.
+only the number of its next batch and reads no earlier batches, and the order of the rows does not depend on the
+number of workers or devices.
 
 A row of `Batches` has one padded example, or several packed examples that do not attend to each other. Packing is
 best-fit decreasing (https://arxiv.org/abs/2404.10830). The packing depends only on the lengths of the examples, so
@@ -127,11 +127,11 @@ class Windows:
 
     @property
     def windows_per_epoch(self) -> int:
-        """Number of windows in an epoch: one fewer than the text has room for, so that the offset can vary."""
+        """Number of windows in an epoch: one fewer than would fit (at least one), so that the offset can vary."""
         return max(1, (len(self.tokens) - 1) // self.length - 1)
 
     def starts(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The first token index of each window.
+        """Index of the first token of each window.
 
         `positions` count windows from the first epoch on; they do not restart at 0 in later epochs.
         """
@@ -147,7 +147,7 @@ class Windows:
         return starts
 
     def batch(self, number: int) -> Tensor | tuple[Tensor, ...]:
-        """Batch `number` from 0, int64: ids (B, T + 1) or, for `PackedText`, ids, targets and positions (B, T).
+        """Batch `number` (0, 1, ...), int64: ids (B, T + 1); for `PackedText`, ids, targets and positions (B, T).
 
         With `arrange`, a batch of plain ids becomes ids and targets (B, T). With several ranks, the batch has only
         the rows of this rank.
@@ -257,7 +257,7 @@ class Rows:
             )
 
     def steps(self, epochs: float) -> int:
-        """Number of batches in `epochs` epochs, rounded up; `epochs` may have a fraction."""
+        """Number of batches in `epochs` epochs, rounded up; `epochs` may be fractional."""
         return -int(-epochs * len(self.tensors[0]) // self.batch_size)
 
     def indices(self, start: int = 0) -> Iterator[Tensor]:
@@ -293,7 +293,7 @@ class Batches:
     (examples, 2), a batch has a fourth tensor (rows,) with the log-probability of each row.
 
     An example of more than `context_length` + 1 ids is truncated; `data_report` counts truncated examples. Raises
-    ValueError if no example has a target within the context.
+    ValueError if no example has a target within `context_length`.
     """
 
     examples: Sequence[Example] = field(repr=False)
@@ -344,7 +344,7 @@ class Batches:
     def _ranking(self, epoch: int) -> NDArray[np.int64]:
         """Indices into `_with_target`, by descending length of the examples; equal lengths are shuffled."""
         if epoch not in self._cache:
-            # The key has a negated epoch, since (seed, epoch) is the key that shuffles rows.
+            # The epoch in this key is negated, since (seed, epoch) already shuffles the rows.
             size = len(self._with_target)
             order = shuffle_index(np.arange(size), size, (self.seed, -1 - epoch))
             self._cache.clear()

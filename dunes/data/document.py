@@ -22,7 +22,7 @@ from dunes.units import plural
 BLOCK = 1 << 20
 GIANT = 400_000
 LEAST_DATA = 10_000
-"""Minimum size in bytes of a file whose content is checked for numbers, since people write short tables."""
+"""Minimum size in bytes of a file that may be skipped as data, since people also write short tables."""
 LONG_LINE = 1000
 LETTERS = (string.ascii_letters + " \n\t").encode() + bytes(range(0x80, 0x100))
 
@@ -190,7 +190,7 @@ _MARK = re.compile(
     re.VERBOSE | re.DOTALL | re.MULTILINE,
 )
 _CODE_MARK = re.compile(rb"DO NOT (EDIT|MODIFY)(?! (BELOW|ABOVE|BEYOND|THIS (LINE|SECTION|BLOCK)))")
-"""A notice in generated code. Only source code is searched, since prose may say this to its readers."""
+"""A notice in generated code. Only comments in source code are searched, since prose may use these words."""
 _NUMBERS = re.compile(rb"[-+]?\b(0x[0-9a-f]+|\d[\d.]*(e[-+]?\d+)?)[ulf]*\b[,;]?", re.I)
 _ENCODED = re.compile(rb"^[\s\"',]*(?=[^\n]*\d)[A-Za-z0-9+/=_-]{40,}[\s\"',]*$", re.MULTILINE)
 """A line of base64 or hexadecimal digits."""

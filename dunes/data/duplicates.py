@@ -32,7 +32,7 @@ SHORT_LINE = 4
 """Minimum length in bytes of a compared line; shorter lines, such as brackets, may be equal by chance."""
 
 KEYS = 4
-"""Number of a text's rarest hashes; two texts are compared if they share one of these hashes."""
+"""Number of rarest hashes per text; two texts are compared only if they share one of them."""
 COMPARED = 8
 """Maximum number of comparisons per text and hash, since some lines (of a licence) are in every file."""
 
@@ -100,7 +100,7 @@ def _candidates(sketches: Sequence[NDArray[np.uint32]], firsts: Sequence[int]) -
     table = np.sort(np.stack([sketches[i] for i in wide]), 1).astype(np.int64)
     _, index, counts = np.unique(table, return_inverse=True, return_counts=True)
     counts = counts[index.reshape(table.shape)]
-    # Rare hashes come first: the lines of a licence are in all texts.
+    # Rare hashes come first, since the lines of a licence are in many texts.
     rarity = np.where((counts == 1) | (table == EMPTY), len(wide) + 1, counts)
     keys = np.take_along_axis(table, np.argsort(rarity, 1, kind="stable")[:, :KEYS], 1).ravel()
     owners = np.repeat(np.array(wide), KEYS)

@@ -42,7 +42,7 @@ ROLES = {
     "function_call": "assistant", "tool_call": "assistant",
     "tool": "tool", "function": "tool", "observation": "tool", "tool_response": "tool",
 }  # fmt: skip
-"""Maps each role name of OpenAI's and ShareGPT's formats to our role."""
+"""Maps each role of OpenAI's and ShareGPT's formats to the role of a `Turn`."""
 
 CALL_ROLES = ("function_call", "tool_call")
 """ShareGPT's roles for tool calls; the text of such a message is one tool call or a list of them, in JSON."""
@@ -75,7 +75,7 @@ UNUSABLE_IN_ROWS: tuple[_Unusable, ...] = (
     _MEDIA,
     (("weight",), lambda value: value != 1, "rows cannot be weighted; leave it out, or repeat the row"),
     (("mask",), lambda value: ROLES.get(str(value).lower()) != "user", "only prompts can be masked; leave it out"),
-    (("label",), lambda value: value is False, _UNLEARNED),  # 0 may be a class
+    (("label",), lambda value: value is False, _UNLEARNED),  # a label 0 may be a class
     (("kto_tag", *LOSS_KEYS[1:]), lambda value: value in (0, "false", "False", "0"), _UNLEARNED),
 )
 UNUSABLE_IN_MESSAGES: tuple[_Unusable, ...] = (
@@ -494,7 +494,7 @@ def _preference(row: dict[str, Any]) -> tuple[Conversation, Conversation]:
 
 
 def _shared(chosen: Conversation, rejected: Conversation) -> int:
-    """Number of equal messages at the beginning of both sides of a preference; `trained` may differ."""
+    """Number of equal messages at the beginning of both sides of a preference; `trained` is not compared."""
     equal = (a == replace(b, trained=a.trained) for a, b in zip(chosen, rejected, strict=False))
     return sum(takewhile(bool, equal))
 
@@ -672,7 +672,7 @@ def record_hashes(rows: Sequence[Record]) -> list[float]:
     joined, keys = list[float](), (hashes, [row.seen for row in rows])
     while joined != hashes:
         joined = hashes
-        for each in keys:  # the least hash of each key is last, so it is kept
+        for each in keys:  # the dict keeps the last, least hash of each key
             least: dict[Any, float] = dict(sorted(zip(each, hashes, strict=True), key=itemgetter(1), reverse=True))
             hashes = [least[key] if key != b"" else value for key, value in zip(each, hashes, strict=True)]
     return hashes

@@ -75,7 +75,7 @@ class SourceFile:
 
 
 def reason_by_name(file: SourceFile) -> str:
-    """The reason to skip a file that its path shows: "third-party" or "generated", or empty if there is none."""
+    """The reason to skip a file, judged by its path: "third-party" or "generated"; empty if there is none."""
     *folders, name = file.name.split("/")
     for depth, folder in enumerate(folders):
         above = file.path.parents[len(folders) - 1 - depth]

@@ -65,7 +65,7 @@ def sentinels(tokenizer: Tokenizer) -> Sentinels:
 
 @dataclass(frozen=True)
 class FillInMiddle:
-    """Rearranges a window of ids (N,) with probability `rate`, in either order equally often; returns ids (N,).
+    """Rearranges a window of ids (N,) with probability `rate`, equally often in either order; returns ids (N,).
 
     In a window, only the longest text from one document is rearranged, without its file header; other ids keep
     their places. Cuts are between characters. Half of the middles extend from a random character to the end of its

@@ -2,7 +2,7 @@
 
 `installed` is a source of text like `stdlib`; `installed:python,go` limits it to these languages. Headers are read
 only if `c` is listed, since every machine has them. Tests are left out. If there are more than CAP bytes, about
-the same number of bytes is read from each package, but no more than it has.
+the same number of bytes is read from each package; smaller packages are read completely.
 """
 
 import json

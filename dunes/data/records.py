@@ -53,11 +53,11 @@ def file_format(path: Path) -> str:
 def rows(
     path: Path, fields: Collection[str] = (), names: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """Yield each row with its place (file and line or row). With only `fields`, other columns of tables are not
-    read.
+    """Yield each row with its place (file and line or row).
 
-    `names` maps new names to the file's field names; a field that already has a new name gets a suffix. Raises
-    ValueError that names the file, the line or row, the expected value and the actual value.
+    `names` maps new names to the file's field names; a field that already has a new name gets a suffix. Without
+    `names`, only the columns in `fields`, if any are given, are read from tables. Raises ValueError that names the
+    file, the line or row, the expected value and the actual value.
     """
     if not names:
         yield from _rows(path, fields)
@@ -137,7 +137,7 @@ def _table_suffix(path: Path) -> str | None:
 
 
 def _first_byte(file: BinaryIO) -> bytes:
-    """The first byte after blanks and a byte order mark; rewinds the file."""
+    """The first byte after a byte order mark and white space; rewinds the file."""
     start = file.read(1 << 16).removeprefix(BOM_UTF8).lstrip()[:1]
     file.seek(0)
     return start

@@ -94,7 +94,7 @@ class TokenFile:
         return self.length
 
     def __getitem__(self, index: NDArray[np.int64]) -> NDArray[Any]:
-        """The ids (N, T) at an index (N, T). One read per row covers its smallest to largest index."""
+        """The ids (N, T) at an index (N, T). Each row is read at once, from its smallest to its largest index."""
         if self._stat() != self._initial_stat:
             raise ValueError(f"{self.path}: the tokens changed while they were in use; start again")
         return np.stack([self._span(int(i.min()), int(i.max()) + 1)[i - i.min()] for i in index])
@@ -263,7 +263,7 @@ def _batches(documents: Sequence[Document], tokenizer: Tokenizer, headers: bool)
 
 
 def _read(folder: Path, card: dict[str, str | int]) -> Shard | None:
-    """The shard in this folder; None unless the shard is intact and matches the card."""
+    """The shard in this folder; None unless the shard is intact and matches `card`."""
     try:
         shard = open_shard(folder)
     except ValueError:

@@ -29,7 +29,7 @@ from dunes.data.installed import describe_package
 from dunes.units import format_bytes, plural
 
 SPLIT_VERSION = 3
-"""Version of a corpus split, recorded in cards; increase it if the same sources would be split differently."""
+"""Version of the corpus split in model cards; increase it if the same sources would be split differently."""
 SHARE = 0.1
 """Default fraction of the text for validation."""
 LEAST = 80_000
@@ -246,8 +246,8 @@ def _order_for_selection(groups: Sequence[_Group], share: float) -> tuple[list[_
     """The groups in the order in which they are selected for validation, and the number of selected groups.
 
     Groups are selected by their hashes until they have about `share` of the text of each suffix and size. If a
-    group is too large to be selected, smaller groups replace it. Groups come last if they are larger than a
-    quarter of the share (at least SHARE), or have 1 added to their hash.
+    group is too large to be selected, smaller groups replace it. Groups come last if they exceed a quarter of the
+    fraction `share` (at least SHARE) of the text, or have 1 added to their hash.
     """
     size, suffixes = sum(g.size for g in groups), Counter(g.suffix for g in groups)
     large = {id(g) for g in groups if g.split_hash >= 1 or g.size > max(share, SHARE) * size / 4}

@@ -110,7 +110,7 @@ class Comparison:
         return [f"slower: {' and '.join(slower)} as long as before"] if slower else []
 
     def lines(self) -> list[str]:
-        """A table as lines of text."""
+        """The comparison as a table, in lines of text."""
         a, b = self.before, self.after
         rows = [f"{'':18}{'before':>12}{'after':>12}"]
         if a.loss is None or b.loss is None:

@@ -152,7 +152,7 @@ def scored_files(
 
 @dataclass(frozen=True)
 class CompletionOptions:
-    """Maximum numbers of cursors and of typed lines per file; `all_lines` includes lines like a training line."""
+    """Maximum cursors and typed lines per file; `all_lines` also scores near-duplicates of training lines."""
 
     cuts: int = 60
     lines: int = 12
@@ -186,9 +186,9 @@ def is_inside(point: Point) -> bool:
 @dataclass
 class CompleterScore:
     """The score of a completer. `points` contains the suggestion at each cursor. `typed` maps each simulated
-    threshold (0.0 and, if above 0, `threshold`) to the totals of each file. Suggestions below the threshold are
-    not shown. `cold` and `warm` are latencies in seconds; `bits_per_character` is NaN if the completer has no
-    probabilities."""
+    threshold (0.0 and, if above 0, `threshold`) to the totals of each file. Suggestions whose first word has a
+    lower probability are not shown. `cold` and `warm` are latencies in seconds; `bits_per_character` is NaN if the
+    completer has no probabilities."""
 
     name: str
     threshold: float = math.nan

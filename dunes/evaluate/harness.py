@@ -93,7 +93,7 @@ class Harness(TemplateLM):
         """The log-likelihood of each continuation given its context, and True if greedy decoding generates it.
 
         Raises ValueError for a continuation that is longer than the model's context length, or that has no token
-        of its own because one token spans both.
+        of its own because one token spans context and continuation.
         """
         # The superclass moves spaces from the context's end to the continuation, and splits the ids.
         answers: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)

@@ -381,7 +381,7 @@ def answer(chat: Chat, text: Generator[str, None, None], write: Callable[[str], 
 
 
 def start_compiling(folder: Path) -> subprocess.Popen[bytes]:
-    """Compile the step of a model folder in a low-priority process that outlives this one."""
+    """Compile the step of a model folder in a low-priority process that may outlive this one."""
     trust = ["--trust-code"] * cards_trusted()
     command, environment = python_command("-m", "dunes", "compile", str(folder), *trust)
     quiet: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)

@@ -72,8 +72,7 @@ class TextGenerator:
         until: Sequence[str] = (),
         **options: Any,
     ) -> Generator[Piece, None, None]:
-        """Yield a piece for each token of one request (`options` are those of `request`), until the iterator is
-        closed."""
+        """Yield a piece per token of one request (`options` as for `request`); closing the generator stops it."""
         stream = DecodeStream(self.tokenizer)
         for (token,) in self.tokens([self.request(prompt, max_tokens, sample, **options)], until):
             assert token is not None, "generation ends with its only row"
@@ -93,8 +92,7 @@ class TextGenerator:
         alternatives: int = 0,
         proposer: Proposer | None = None,
     ) -> Request:
-        """A request for ids that the tokenizer has; by default, decoding is greedy and ends at the tokenizer's
-        stops."""
+        """A request limited to the tokenizer's ids; by default, it is greedy and ends at the tokenizer's stops."""
         sample = (sample or Sampler()).after(partial(limit_vocab, self.tokenizer.vocab))
         if ranks.count() > 1:
             sample = sample.after(lambda logits, ids: ranks.broadcast_tensor(logits))

@@ -36,8 +36,7 @@ KNOWN = (
     *("model", "pre", "tokens", "token_type", "token_type_count", "scores", "merges"),
     *("add_space_prefix", "add_bos_token", "add_eos_token"),
 )
-"""Supported keys of a tokenizer, in addition to keys that end in `_token_id`; they are read or do not change
-ids."""
+"""Supported keys of a tokenizer (as are all keys that end in `_token_id`); they are read or do not change ids."""
 OFF = ("remove_extra_whitespaces", "add_sep_token", "precompiled_charsmap")
 """Keys of a tokenizer that are supported only if their value is false or empty."""
 

@@ -13,7 +13,8 @@ SEQUENCES = ("normalizers", "pretokenizers", "decoders", "processors")
 
 
 def call(subject: str, make: Callable[[], _T]) -> _T:
-    """The result of `make`. Errors, except OSError, become a one-line ValueError that starts with `subject`."""
+    """The result of `make`. A panic or an error (except OSError) becomes a one-line ValueError that starts with
+    `subject`."""
     try:
         return make()
     except BaseException as error:  # a panic in the library is not an Exception

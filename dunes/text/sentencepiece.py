@@ -79,7 +79,7 @@ def build(model: Model) -> tokenizers.Tokenizer:
 
 
 def read(data: bytes) -> Model:
-    """The model in the file's bytes. Raises an error like `convert`."""
+    """The model in the file's bytes. Raises errors as `convert` does."""
     pieces: list[Piece] = []
     messages = {2: b"", 3: b"", 5: b""}
     for number, value in _fields(data):

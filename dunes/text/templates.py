@@ -26,7 +26,7 @@ from dunes.text.special_tokens import token_text
 from dunes.text.tokenizer import Tokenizer
 
 SURROGATES = range(0xDC00, 0xE000)
-"""Lone surrogates, which valid text never contains. Pairs replace special tokens in a user's text."""
+"""Lone surrogates, which valid text never contains. A pair of them replaces a special token in a user's text."""
 
 MARKS = re.compile("[\ud810-\ud9ff][\uda00-\udbff]")
 """Matches pairs of surrogates below SURROGATES; a pair in a string marks where a template writes the string."""

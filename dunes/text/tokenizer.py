@@ -65,7 +65,7 @@ _ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 class Tokenizer:
-    """Text to ids and back. `decode(encode(text))` is `text`, unless the tokenizer changes text or lacks a
+    """Text to ids and back. `decode(encode(text))` is `text`, unless the tokenizer normalizes text or lacks a
     character.
 
     `encode(decode(ids))` may differ from `ids`. `extra_files` maps names of the folder's other tokenizer files to
