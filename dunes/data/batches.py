@@ -59,8 +59,8 @@ class PackedText:
     of the previous document and the first input of the next.
 
     `Windows` applies `transform`, if any, to each complete document, including its first id. `transform` may
-    reorder and replace ids. Its random generator is seeded by (seed, epoch, document), so all windows with parts
-    of a document see the same transformed document.
+    reorder and replace ids. The random generator for `transform` is seeded by (seed, epoch, document), so all
+    windows with parts of a document see the same transformed document.
     """
 
     tokens: TokenIds
@@ -88,7 +88,7 @@ class PackedText:
         return transformed
 
     def batch(self, window: Tensor, index: NDArray[np.int64]) -> tuple[Tensor, Tensor, Tensor]:
-        """Ids, targets and positions (B, T) of windows (B, T + 1); `index` has consecutive indices in each row.
+        """Ids, targets and positions (B, T) of windows (B, T + 1); each row of `index` has consecutive indices.
 
         If a target is the first id of the next document, and is not `end`, it becomes IGNORE.
         """

@@ -62,9 +62,9 @@ class Document:
 class RecordDocument(Document):
     """The validation texts (with hashes below `limit`) or the training texts of a file of records.
 
-    `names` has a pair (our name, the file's name) for each renamed field. `count` is the number of texts in the
-    document. `content` describes the fields that are read as text. `blank` is the number of records without text
-    (0 for validation). `file_digest` is the digest of all texts in the file.
+    `names` has a pair (field of RECORD_FORMATS, field in the file) for each renamed field. `count` is the number
+    of texts in the document. `content` describes the fields that are read as text. `blank` is the number of
+    records without text (0 for validation). `file_digest` is the digest of all texts in the file.
     """
 
     file_digest: str
@@ -200,7 +200,7 @@ _SPACES = b" \t" + bytes(range(0x80, 0x100))
 def _reason(file: SourceFile, head: bytes, size: int) -> str:
     """The reason in LEFT_OUT to skip a file that starts with `head`; empty if the file seems written by people.
 
-    The name, the first comments and the content are checked. A file of at least LEAST_DATA bytes is skipped if its
+    The file's name, first comments and content are checked. A file of at least LEAST_DATA bytes is skipped if its
     content is mostly numbers, encoded bytes, or long lines with few spaces (such as pictures in a notebook).
     """
     if size > GIANT and looks_generated(head):

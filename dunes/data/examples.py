@@ -1,4 +1,4 @@
-"""Convert records to conversations, and conversations to finetuning examples: ids with a loss mask of the answers.
+"""Convert records to conversations, and conversations to finetuning examples: ids and a loss mask for answers.
 
 The format of a file is detected from its first row. An invalid row raises an error that names the row.
 """
@@ -87,8 +87,8 @@ UNUSABLE_IN_MESSAGES: tuple[_Unusable, ...] = (
     ),
     (("refusal",), lambda value: value is not False, "write a refusal into the content"),
 )
-"""Fields that training does not support: keys, a predicate of the values that are refused, and the error message.
-Other values are ignored; `Records.ignored` lists these fields, except `weight` and `mask`."""
+"""Unsupported fields: their keys, a predicate that is True for values to refuse, and the error message. Other
+values are ignored; `Records.ignored` lists these fields, except `weight` and `mask`."""
 
 
 @dataclass(frozen=True, slots=True)

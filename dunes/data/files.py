@@ -44,7 +44,7 @@ STDLIB_TESTS = ["test/", "tests/", "idle_test/", "site-packages/"]
 OUTSIDE = "links that lead outside"
 
 Lines = list[tuple[re.Pattern[str], bool, bool]]
-"""For each line of a .gitignore: pattern, True to exclude or False to re-include, True for folders only."""
+"""For each line of a .gitignore: pattern, True to exclude or False to re-include, True if for folders only."""
 
 Rules = list[tuple[Path, Lines]]
 """Folders with the rules of their .gitignore, the deepest folder last."""

@@ -39,7 +39,8 @@ MOST = 0.2
 TESTED = 0.05
 """Default fraction of the text for the test split."""
 COMMON = 20
-"""Suffixes with at least this many files are split separately; rarer suffixes are split together."""
+"""Files with the same suffix are split separately if there are at least this many; all others are split
+together."""
 SHOWN = 5
 """Maximum number of unreadable files of records whose names are shown; further files are only counted."""
 
@@ -208,7 +209,8 @@ class _Group:
 
 
 def _find_duplicates(corpus: Corpus, documents: dict[str, Document], installed: Collection[str]) -> None:
-    """Set `corpus.duplicates`, and add a note. The first file of a group is the file with the shortest path.
+    """Set `corpus.duplicates`, and add a note to `corpus.notes`. The first file of a group is the file with the
+    shortest path.
 
     A near-duplicate that is installed code (its digest is in `installed`) is instead removed from `documents`.
     """

@@ -168,7 +168,8 @@ def _run_measurement(folders: Sequence[Path], scratch: Path) -> dict[str, Any]:
 
 
 def measure_folder(folder: Path, file: Path) -> Mapping[str, Any]:
-    """The fields of a Measurement, and `top`: the most probable next id after each id in `file`, if any."""
+    """The fields of a Measurement, and `top`: the most probable next id after each id in `file` (empty without
+    file)."""
     cpu = torch.device("cpu")
     share_cores()
     measure.keep_freed_memory()

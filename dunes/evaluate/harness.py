@@ -112,8 +112,8 @@ class Harness(TemplateLM):
         return [sum(logprobs[start:stop], 0.0) for start, stop in pairwise([0, *stops])]
 
     def _loglikelihood_tokens(self, requests: Sequence[Question], **kwargs: Any) -> list[tuple[float, bool]]:
-        """The (log-likelihood, is greedy) of each question, in order. Questions that differ only in their last id
-        share a row."""
+        """Each question's log-likelihood, and True if its continuation is greedy. Questions that differ only in
+        their last id share a row."""
         rows: dict[tuple[int, ...], list[int]] = {}
         for i, question in enumerate(requests):
             rows.setdefault(self._read(*question), []).append(i)

@@ -32,7 +32,7 @@ from dunes.units import plural
 
 BATCH = 16
 LONGEST_HEADER = 512
-"""Number of tokens before a window that are searched for the start of a file header."""
+"""Number of tokens before a window in which the start of a file header is searched."""
 FindHeaders = Callable[[NDArray[np.int64]], NDArray[np.bool_]]
 
 SEQUENCES = 64
@@ -200,8 +200,8 @@ def calibration_ids(loaded: LoadedModel, sources: Sequence[str] = (), tokens: in
 
     The result has SEQUENCES sequences or, if `tokens` is given, about `tokens` ids. A short text gives fewer
     sequences. Tails of documents are left out if they may be scored. Without sources, the text is the training
-    split recorded in the card. Raises ValueError if this text is not recorded, is gone, or is shorter than one
-    sequence.
+    split recorded in the model's card. Raises ValueError if this text is not recorded, is gone, or is shorter than
+    one sequence.
     """
     trained = trained_text(loaded.card)
     width = min(CALIBRATION_TOKENS, loaded.context_length)

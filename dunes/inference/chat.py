@@ -1,4 +1,4 @@
-"""Chat with a model in the format of its chat template, and with several adapters on one base model.
+"""Chat in the format of a model's chat template, also with several adapters on one base model.
 
 `ChatEngine.answer` streams an answer; `Chat` is one conversation; `run` reads lines and writes answers.
 """

@@ -26,7 +26,7 @@ from dunes.units import plural
 SUFFIX = ".gguf"
 MAX_HEADER_BYTES, MAX_STRINGS, MAX_KEYS, MAX_TENSORS, MAX_DIMS = 1 << 27, 2_000_000, 10_000, 100_000, 4
 SCALARS = dict(enumerate("BbHhIif?", start=0)) | {10: "Q", 11: "q", 12: "d"}
-"""`struct` letters of the scalar value types; 8 is a string, 9 an array."""
+"""`struct` letters of the scalar value types; type 8 is a string, and 9 an array."""
 STRING, ARRAY = 8, 9
 
 BYTE_PAIRS = ("gpt2", "gemma4")

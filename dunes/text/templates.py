@@ -606,8 +606,8 @@ def encode_prompt(
 ) -> list[int]:
     """The ids of a prompt, which are the same as the ids before its answer in training.
 
-    With `continues`, the last message is the beginning of the answer. Raises ValueError unless that message is a
-    text of the assistant.
+    With `continues`, the last message is the beginning of the answer; ValueError is raised unless it is a text of
+    the assistant.
     """
     template.check_tokenizer(tokenizer)
     if continues and (not turns or turns[-1].role not in ANSWER_ROLES or "tool_calls" in turns[-1].fields):

@@ -304,7 +304,7 @@ class Tokenizer:
         return f"{self.config_path.parent}: the tokenizer fails"
 
     def encode_continuation(self, text: str) -> list[int]:
-        """The ids of a text that continues another text, without the space that some tokenizers put first."""
+        """The ids of a text that continues another one; the space that some tokenizers put first is left out."""
         return self._ids(self._without_prefix, text)
 
     @cached_property
