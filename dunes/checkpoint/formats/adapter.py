@@ -52,16 +52,18 @@ from dunes.units import plural
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 PREFIX = "base_model.model."
 PARAMETERS = {name: spec for cls in lora.VARIANTS.values() for name, spec in cls.PARAMETERS.items()}
-"""Tensor names of all LoRA variants, each with the tensor's dimensions and its name in PEFT's files."""
+"""Names of all LoRA variants' tensors, each with the letters of its shape, such as (R, I), and its name in PEFT's
+files.
+"""
 SETTINGS = {cls.PEFT_SETTING: name for name, cls in lora.VARIANTS.items() if cls.PEFT_SETTING}
-"""The variant that each setting of PEFT's adapter_config.json selects."""
+"""The LoRA variant that a setting of PEFT's adapter_config.json selects, by the setting's name."""
 
 
 @dataclass(frozen=True)
 class AdapterBase:
     """The base of a model's adapters: linear layers and embeddings by name, and PEFT's targets by weight name.
 
-    `settings` is the config.json of the model without adapters, with quantized layers replaced by linear layers.
+    `settings` is the base's config.json; in it, quantized layers count as dense layers.
     """
 
     family: str
@@ -250,7 +252,7 @@ def _peft_config(
     pairs = [(ranks[path], alphas[path]) for path in ranks] or [(1, 1.0)]  # a reference has no factors
     usual = Counter(pairs).most_common(1)[0][0]
     others = [path for path in ranks if (ranks[path], alphas[path]) != usual]
-    # With stacked experts, PEFT treats modules with these names as experts, but not parameters.
+    # With stacked experts, PEFT takes a target module of such a name for an expert's, but not a target parameter.
     of_experts = any(t.path.endswith("experts.gate_up_proj") for t in base.targets.values())
     shared = {p for p in paths if of_experts and _leaf(p) in ("gate_proj", "up_proj", "down_proj")}
     if shared and any(f.others for _, f in factors):
@@ -289,7 +291,8 @@ def _divisor(rank: int, rslora: bool) -> float:
 
 
 def load_adapter(model: nn.Module, folder: Path | str, name: str = lora.NAME, any_base: bool = False) -> Change:
-    """Load an adapter from a folder, activate it under this name, and return the change.
+    """Load an adapter from a folder, activate it under this name, and return the record of this change to the
+    model.
 
     Raises ValueError, before the model is changed, for a damaged file, an unsupported method, an unexpected
     tensor, and a shape or rank that does not fit. Also raises ValueError if the adapter's base is another model or
@@ -317,7 +320,9 @@ def attach_adapter(model: nn.Module, folder: Path, name: str = lora.NAME, any_ba
 
 
 def is_reference(card: Mapping[str, Any]) -> bool:
-    """True if a card refers to a base without an adapter, as `save_adapter` writes with `name=None`."""
+    """True if a card names a base, but the folder has no adapter; `save_adapter` with `name=None` writes such a
+    folder.
+    """
     return "adapter" in card and card["adapter"] is None
 
 
@@ -498,7 +503,8 @@ def _check_complete(folder: Path, peft: PeftConfig, adapted: set[str], targets: 
 
 
 def _find_target(folder: Path, module: str, group: Weights, base: AdapterBase) -> Target:
-    """The target of a module in the file. Stacked experts are matched by shape, as PEFT's nesting varies."""
+    """The target that `module` names in the file. Stacked experts are matched by shape, as PEFT's nesting varies.
+    """
     path = module.removeprefix(PREFIX)
     if (plain := base.targets.get(f"{path}.weight")) is not None:
         return plain
