@@ -53,7 +53,9 @@ class Architecture:
 
     @classmethod
     def of_function(cls, function: Build, **arguments: Any) -> Self:
-        """The architecture of `function(**arguments)`. Raises TypeError or ValueError for non-JSON arguments."""
+        """The architecture of `function(**arguments)`. Raises TypeError or ValueError for arguments that JSON
+        cannot hold.
+        """
         stored = json.loads(json.dumps(arguments, allow_nan=False))
         return cls(function_name(function), stored, function=function)
 
@@ -210,7 +212,7 @@ def call_build(build: Build, arguments: Mapping[str, Any]) -> nn.Module:
 
 
 def _name_table(structure: Any, key: str, path: Path) -> dict[str, str]:
-    """The dict `key` in the card's `structure`. Raises ValueError unless the dict maps strings to strings."""
+    """The dict under `key` in the card's `structure`. Raises ValueError unless it maps strings to strings."""
     table = structure.get(key) if isinstance(structure, dict) else None
     if not isinstance(table, dict) or not all(isinstance(value, str) for value in table.values()):
         raise ValueError(f"{path}: 'structure' must have an object {key!r}; download the file again")
@@ -252,7 +254,7 @@ def tensor_differences(
 
 
 def _settings(model: nn.Module) -> dict[str, dict[str, str]]:
-    """Class and plain attributes of each module, by the module's name."""
+    """The class and public attributes of each module, by the module's name."""
     return {row.place: {"class": row.class_name, **row.attributes} for row in module_rows(model)}
 
 
@@ -292,7 +294,7 @@ def _equal_tensors(a: Tensor, b: Tensor) -> bool:
 
 
 def import_build(name: str, folder: Path) -> Build:
-    """Import the function or class "module:name" or "file.py:name" that builds a model; errors name its folder.
+    """Import the function or class "module:name" or "file.py:name" that builds a model; errors name `folder`.
 
     A module is searched for on the import path and in the current folder, a file only in the current folder.
     Raises ValueError if the import fails, if the object is not callable, or if it is in `dunes.models` and builds
@@ -321,9 +323,7 @@ def import_build(name: str, folder: Path) -> Build:
 
 
 def _builds_network(value: Any, module: str) -> bool:
-    """True if the Python module defines `value`: an nn.Module class, or a function that is annotated to return
-    one.
-    """
+    """True if the Python module defines `value`, an nn.Module class or a function annotated to return one."""
     result = value if isinstance(value, type) else get_type_hints(value).get("return")
     return value.__module__ == module and isinstance(result, type) and issubclass(result, nn.Module)
 

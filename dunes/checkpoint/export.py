@@ -150,8 +150,8 @@ def write_format(folder: Path, out: Path, to: str, dtype: str | None = None, exa
     """Write the model or network in `folder` as `out`, in a format of FORMATS; returns a line for the user.
 
     `dtype` is by default the model's own; `example` has the sizes of a network's input, batch included. Raises
-    ValueError, and writes nothing, if `out` exists, if the format cannot express the model, or if the result reads
-    back differently.
+    ValueError, and writes nothing, if `out` exists, if the format cannot express the model, or if the result, read
+    back, differs from the model.
     """
     form, module = FORMATS[to], import_module(f"{formats.__name__}.{to.replace('-', '_')}")
     if form.suffix and (out.exists() or out.is_symlink()):

@@ -750,7 +750,9 @@ def _fill(model: nn.Module, files: Weights, card: Mapping[str, Any], path: Path)
 
 
 def _without_ties(model: nn.Module, files: Weights) -> tuple[Weights, dict[str, str]]:
-    """A file's tensors without copies of tied tensors, and the tied names. Raises ValueError if copies differ."""
+    """A file's tensors without copies of tied tensors, and a dict from each alias of a tied tensor to its first
+    name. Raises ValueError if copies differ.
+    """
     _, tied = saved_tensors(model)
     for name, first in tied.items():
         if name in files and first in files and not torch.equal(files[name].read(), files[first].read()):

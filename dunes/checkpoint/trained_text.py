@@ -80,8 +80,8 @@ def split_documents(card: Mapping[str, Any], **options: Any) -> Corpus:
     """The training and validation documents of a model, and the test documents of a model that completes lines.
 
     If the card's `split` is "tails", each document's tail is for validation, and the rest for training. `options`
-    override arguments of `collect_corpus`. Raises ValueError if the card does not record the split, if another
-    version of dunes split the text, or if the sources no longer exist.
+    are arguments of `collect_corpus`, and override recorded ones. Raises ValueError if the card does not record
+    the split, if another version of dunes split the text, or if the sources no longer exist.
     """
     trained = trained_text(card)
     if trained.get("split") not in ("files", "tails"):

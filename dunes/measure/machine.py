@@ -315,8 +315,7 @@ def processor() -> dict[str, str]:
 
 
 def kind_of(facts: Mapping[str, str]) -> Kind:
-    """The first of KINDS that matches `facts`: the entries of `processor()`, and `system`, such as "Linux x86_64".
-    """
+    """The first of KINDS that matches `facts`: those of `processor()`, and `system`, such as "Linux x86_64"."""
     words = {name: {*text.split()} for name, text in facts.items()}
     return next(k for k in KINDS if all({*v.split()} <= words.get(n, set()) for n, v in k.where.items()))
 

@@ -44,9 +44,7 @@ STALLED = 5
 GATHERED = 0.1
 """Weights stay gathered until backward if gathered weights take less than this fraction of a machine's memory."""
 SLOW_STEP = 30
-"""Limit of the wait for other ranks within a step, as a multiple of the longest step; the limit is at least a
-minute.
-"""
+"""Limit of the wait for other ranks in a step, as a multiple of the longest step; it is at least a minute."""
 _last = 0.0
 _limit = math.inf
 _saving: Any = None
@@ -473,7 +471,7 @@ def shard_like(value: Tensor, like: Tensor) -> Tensor:
 
 
 def gather_rows(own: Tensor, size: int) -> Tensor:
-    """Gather all ranks' items into (size, ...). `own` (N, ...) has items `rank()`, `rank() + count()`, ..."""
+    """All ranks' items in one tensor (size, ...). `own` (N, ...) has items `rank()`, `rank() + count()`, ..."""
     if count() == 1:
         return own
     padded = torch.cat([own, own.new_zeros(-(-size // count()) - len(own), *own.shape[1:])])

@@ -52,9 +52,7 @@ from dunes.units import plural
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 PREFIX = "base_model.model."
 PARAMETERS = {name: spec for cls in lora.VARIANTS.values() for name, spec in cls.PARAMETERS.items()}
-"""Names of all LoRA variants' tensors, each with the letters of its shape, such as (R, I), and its name in PEFT's
-files.
-"""
+"""For the tensor names of all LoRA variants, the dimensions, such as (R, I), and the name in PEFT's files."""
 SETTINGS = {cls.PEFT_SETTING: name for name, cls in lora.VARIANTS.items() if cls.PEFT_SETTING}
 """The LoRA variant that a setting of PEFT's adapter_config.json selects, by the setting's name."""
 
@@ -447,7 +445,7 @@ def check_settings(base: AdapterBase, card: Mapping[str, Any], folder: Path) -> 
 
 _NAMES = [(key, name) for table in (PARAMETERS, EmbeddingAdapter.PARAMETERS) for name, (_, key) in table.items()]
 PARTS = {"base_layer.weight": "base", **dict(_NAMES), **{f"{key}.weight": name for key, name in _NAMES}}
-"""Parts of an adapter by the end of their names in files; some versions of PEFT append `.weight`."""
+"""The part of an adapter, by the end of its tensor's name in a file; some versions of PEFT append `.weight`."""
 
 
 def _group_tensors(folder: Path) -> dict[str, dict[str, LazyTensor]]:
@@ -503,8 +501,7 @@ def _check_complete(folder: Path, peft: PeftConfig, adapted: set[str], targets: 
 
 
 def _find_target(folder: Path, module: str, group: Weights, base: AdapterBase) -> Target:
-    """The target that `module` names in the file. Stacked experts are matched by shape, as PEFT's nesting varies.
-    """
+    """The target that `module` names in the file. Stacked experts are found by shape, as PEFT's nesting varies."""
     path = module.removeprefix(PREFIX)
     if (plain := base.targets.get(f"{path}.weight")) is not None:
         return plain

@@ -108,8 +108,7 @@ def _hidden(p: Mapping[str, Any]) -> int:
 
 
 def _window(p: Mapping[str, Any]) -> int | None:
-    """The sliding window, or None. params.json has a number, a string, or a list of equal numbers, one per layer.
-    """
+    """The sliding window, or None. params.json has a number, a string, or the same number for each layer."""
     window = p.get("sliding_window", p.get("_sliding_window"))
     if isinstance(window, list):
         if len(set(map(str, window))) != 1:

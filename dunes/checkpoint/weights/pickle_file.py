@@ -23,7 +23,7 @@ from dunes.checkpoint.weights.safetensors_file import MAX_NAME_BYTES, MAX_TENSOR
 from dunes.units import plural
 
 # A tensor takes about 35 opcodes, 70 reads and 150 bytes. The limit on reads grows with the number of storages in
-# the archive, so that a small file fails early. The older format has no list of storages there, and a fixed limit.
+# the archive, so that a small file fails early. The older format's limit is fixed: storages come afterwards.
 _MAX_READS, _READS_PER_FILE = 200_000, 128
 _MAX_READS_LEGACY = 600_000
 MAX_BYTES = 32 << 20
@@ -79,8 +79,8 @@ def tensors(path: Path) -> dict[str, LazyTensor]:
     """Tensors of a `torch.save` file in either of torch's two formats, by name, in the file's order.
 
     Keys of nested dicts are joined with dots. If the file has a dict "state_dict" or "model", only that dict's
-    tensors are returned, not the optimizer's tensors. Tensors in lists are omitted, and values that are no
-    tensors. Tensors may share storages, so that their `nbytes` may sum to more than the file's size. Raises
+    tensors are returned, not the optimizer's tensors. Values that are no tensors are omitted, and so are tensors
+    in lists. Tensors may share storages, so that their `nbytes` may sum to more than the file's size. Raises
     ValueError, on one line, for a damaged file and for any opcode or name that torch does not write for tensors.
     """
     with open_mapped(path, _REMEDY) as (mapped, file):
@@ -392,8 +392,7 @@ def entries(file: BinaryIO, size: int) -> dict[str, tuple[int, int]]:
 
 
 def _first_byte(file: BinaryIO, info: zipfile.ZipInfo) -> int:
-    """Offset of an archived file's data. Raises ValueError if the file's header contradicts the central directory.
-    """
+    """Offset of an archived file's data. Raises ValueError if the file's header contradicts the directory."""
     name = info.filename
     plain = info.orig_filename.isprintable() and "\\" not in name and len(name.encode()) <= 1024
     if not plain or any(part in ("", ".", "..") for part in info.orig_filename.split("/")):

@@ -122,7 +122,7 @@ class Prefix:
 
 
 def _edges(names: Sequence[str], known: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield pairs: a prefix of all names to remove, and a prefix to add ("" or the most common in `known`)."""
+    """Yield pairs: a common prefix to remove, and a prefix to add ("" or the most common in `known`)."""
     starts = ["", *(f"{first}." for first, _ in Counter(name.partition(".")[0] for name in known).most_common(1))]
     parts = names[0].split(".")
     for count in range(len(parts)):
