@@ -107,7 +107,7 @@ class Architecture:
 
     @property
     def trust_option(self) -> str:
-        """ " --trust-code" if opening a folder of this model needs it, otherwise empty."""
+        """The text " --trust-code" if opening a folder of this model needs this option, otherwise empty."""
         return "" if self.function is None or OURS.fullmatch(self.family) else " --trust-code"
 
     def record(self) -> dict[str, Any]:
@@ -234,7 +234,7 @@ def tensor_differences(
 ) -> Iterator[Difference]:
     """Differences between a model's tensors and the files' tensors, in name, shape, dtype and tying.
 
-    If the model is of a family, its floating-point weights may be stored in any floating-point dtype.
+    If the model belongs to a family, its floating-point weights may be stored in any floating-point dtype.
     """
     (expected, expected_ties), any_float = saved_tensors(model), architecture.function is None
     differing = {key for key in {**expected_ties, **tied} if expected_ties.get(key) != tied.get(key)}

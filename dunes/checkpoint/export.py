@@ -39,7 +39,7 @@ from dunes.units import plural
 
 Into = Literal["dequantized", "original"]
 MOST_LOST = 0.5
-"""If a merge keeps a smaller share of the adapter's update, the report warns."""
+"""The report warns if a merge keeps less than this share of the adapter's update."""
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,8 @@ def check_example(folder: Path, to: str, dtype: str | None, example: Sequence[in
 def _open_dense(folder: Path, reader: str) -> tuple[Architecture, Weights, Tokenizer | None]:
     """The architecture, the dense weights (active adapter merged, in the base's dtype), and the tokenizer.
 
-    The weights of a plain folder are lazy, so this function does not read them. `reader` is the program that will
-    read the result, for error messages.
+    If `is_plain(folder)`, the weights are lazy, so this function does not read them. `reader` is the program that
+    will read the result, for error messages.
     """
     if is_plain(folder):
         opened = open_verified_model(folder)

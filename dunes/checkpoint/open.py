@@ -648,8 +648,8 @@ def prepare_base(model: Decoder, folders: Sequence[Path], any_base: bool = False
     """Verify that a model is the base of the adapters in these folders, and apply the changes in their cards.
 
     Returns the changes made; the list is empty if the base includes all changes already. If the base is bit-equal
-    to the recorded base, raises ValueError unless the changes give the recorded weights. For a base that was cast
-    to another dtype, this is not checked. Raises ValueError like `load_adapter`.
+    to the recorded base, raises ValueError unless the changes give the recorded weights. If the base was cast to
+    another dtype, the changed weights are not compared. Raises ValueError like `load_adapter`.
     """
     cards = {folder: verified_card(folder, max_bytes=0) for folder in map(readable_folder, folders)}
     optional = {} if any_base else {folder: read_base_record(card, folder) for folder, card in cards.items()}

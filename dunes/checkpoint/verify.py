@@ -46,8 +46,8 @@ MAX_RATIO = 2.0
 
 `verify` below checks converted folders, `formats.onnx` checks ONNX, and `formats.compressed_tensors` packed codes.
 A GGUF file must read back with equal weights (`formats.gguf`). `formats.cpp` runs compiled code, with the
-tolerances of `generate.decode_packages`. The ratio that MAX_RATIO limits is about 1 in tests/test_merge.py, and
-larger if the adapter depends on quantization errors.
+tolerances of `generate.decode_packages`. In tests/test_merge.py, the ratio that MAX_RATIO limits is about 1; it is
+larger if an adapter depends on quantization errors.
 """
 BLOCK = 1 << 24
 """Number of a matrix's elements that are converted to float32 at a time."""

@@ -87,8 +87,9 @@ KINDS = (
 class Rate(NamedTuple):
     """A rate per second. `sure` is True if the samples agree; if not, a CPU's `value` is typical of its kind.
 
-    Plans use `planned`, which varies less than `value`. On a CPU, `planned` is the typical rate, multiplied by a
-    power of two if `value` differs from it by more than a factor of FAR. On a GPU, `planned` equals `value`.
+    The size of a run is chosen by `planned`, which varies less than `value`. On a CPU, `planned` is the typical
+    rate, multiplied by a power of two if `value` differs from it by more than a factor of FAR. On a GPU, `planned`
+    equals `value`.
     """
 
     value: float
@@ -134,9 +135,9 @@ def keep_freed_memory() -> None:
     """Keep freed memory in the process for the next step or layer, except blocks above LARGE_BLOCK.
 
     By default, glibc returns freed memory to the system at once, so page faults take a third of a training step
-    (4M parameters, 2 threads: 5.3k tokens/s without this call, 7.8k with it). They take a tenth of the time of a
-    prefill (10M parameters, 256 tokens). Larger blocks are not kept: with a model of 135M parameters, kept blocks
-    left holes of unequal sizes in the heap, and each step needed more memory than the step before.
+    (4M parameters, 2 threads: 5.3k tokens/s without this call, 7.8k with it). Page faults take a tenth of the time
+    of a prefill (10M parameters, 256 tokens). Larger blocks are not kept: with a model of 135M parameters, kept
+    blocks left holes of unequal sizes in the heap, and each step needed more memory than the step before.
     """
     trim_threshold, mmap_threshold = -1, -3
     if sys.platform == "linux":

@@ -52,7 +52,7 @@ from dunes.units import plural
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 PREFIX = "base_model.model."
 PARAMETERS = {name: spec for cls in lora.VARIANTS.values() for name, spec in cls.PARAMETERS.items()}
-"""For the tensor names of all LoRA variants, the dimensions, such as (R, I), and the name in PEFT's files."""
+"""Tensors of all LoRA variants by name: the dimensions, such as (R, I), and the name in PEFT's files."""
 SETTINGS = {cls.PEFT_SETTING: name for name, cls in lora.VARIANTS.items() if cls.PEFT_SETTING}
 """The LoRA variant that a setting of PEFT's adapter_config.json selects, by the setting's name."""
 
@@ -250,7 +250,7 @@ def _peft_config(
     pairs = [(ranks[path], alphas[path]) for path in ranks] or [(1, 1.0)]  # a reference has no factors
     usual = Counter(pairs).most_common(1)[0][0]
     others = [path for path in ranks if (ranks[path], alphas[path]) != usual]
-    # With stacked experts, PEFT takes a target module of such a name for an expert's, but not a target parameter.
+    # With stacked experts, PEFT takes modules (but not parameters) with these names for parts of the experts.
     of_experts = any(t.path.endswith("experts.gate_up_proj") for t in base.targets.values())
     shared = {p for p in paths if of_experts and _leaf(p) in ("gate_proj", "up_proj", "down_proj")}
     if shared and any(f.others for _, f in factors):

@@ -38,8 +38,8 @@ class Factors:
 
 @dataclass(frozen=True)
 class Target:
-    """The base's tensor `weight` (a Hugging Face name). `rows` has the names of the modules whose weights it
-    contains, one row per expert if `stacked`.
+    """The base's tensor `weight` (a Hugging Face name). `rows` has the names of the modules whose weights this
+    tensor contains, one row per expert if `stacked`.
 
     As in `Name`, `load` converts the layout of the files to the modules' layout, and `save` converts it back.
     """

@@ -89,7 +89,7 @@ def export_native(
     dtype: torch.dtype | None = None,
     show: Callable[[str], None] = lambda line: None,
 ) -> str:
-    """Write the folder `out` with the model's compiled decoding steps; returns a line on the folder.
+    """Write the folder `out` with the model's compiled code for decoding; returns a line on the folder.
 
     `dtype` is passed to `compile_step`. `show` is called with a message before compilation. If the steps are not
     cached, compilation takes two to five minutes. Raises ValueError, before any work, if `out` exists or no C++

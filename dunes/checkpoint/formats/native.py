@@ -245,7 +245,7 @@ def open_folder(
 
 
 def _consolidated(folder: Path) -> list[dict[str, LazyTensor]]:
-    """Tensors of each native file, in order. Raises ValueError if a file is missing."""
+    """Tensors of each consolidated.* file, in order. Raises ValueError if a file is missing."""
     if (files := find_weights(folder, "consolidated.safetensors")) is not None:
         return [files]
     paths = sorted([*folder.glob("consolidated.*.pth"), *folder.glob("consolidated.*.pt")])

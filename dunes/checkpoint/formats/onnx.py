@@ -66,7 +66,7 @@ def write_onnx(model: nn.Module, example: Tensor, out: Path, **options: Any) -> 
         raise ValueError(f"{format_bytes(size)} in float32; an ONNX file has at most {format_bytes(LARGEST)}")
     try:
         with torch.no_grad(), tree.mode(model, False), warnings.catch_warnings(), redirect_stdout(StringIO()):
-            warnings.simplefilter("ignore")  # hides torch's own deprecation warnings
+            warnings.simplefilter("ignore")  # hides torch's own deprecation warnings.
             logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # hides a note that torchvision is missing
             expected = tree_leaves(model(example))
             program: Any = torch.onnx.export(model, (example,), dynamo=True, **options)

@@ -187,8 +187,8 @@ class MappedFile:
 
 @contextmanager
 def open_mapped(path: Path, remedy: str) -> Iterator[tuple[MappedFile, BinaryIO]]:
-    """Yield a mapped file, and the same file opened for reading. Raises ValueError for a placeholder, a web page
-    or an unfinished download.
+    """Yield a mapped file, and the same file opened for reading. Raises ValueError if the file is a placeholder, a
+    web page or an unfinished download.
 
     The message of a ValueError inside the context becomes one line for users, which ends with `remedy`.
     """
