@@ -52,10 +52,10 @@ def save(
 ) -> None:
     """Write the model as a folder that Hugging Face's tools open; `facts` go into the card.
 
-    A model that no family describes is saved in dunes' own format with its `architecture`, which must build the
-    same structure. `architecture` is `Architecture.of_function(build, **arguments)` for a function that builds the
-    model, or a loaded model's architecture with later changes appended. `load` needs this function again, as an
-    argument or imported by the name in the card.
+    A model that no family describes is saved in dunes' own format with its `architecture`; raises ValueError if
+    this builds another structure. `architecture` is `Architecture.of_function(build, **arguments)` for a function
+    that builds the model, or a loaded model's architecture with later changes appended. `load` needs this function
+    again, as an argument or imported by the name in the card.
 
     A network that is no language model has no tokenizer and no context length. Save such a network with
     `save(network, folder, architecture=...)`, and load the folder with `load_network`.

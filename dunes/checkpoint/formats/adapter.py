@@ -114,14 +114,14 @@ def save_adapter(
 ) -> None:
     """Write a model's adapter to a folder; `base` is the folder or Hub name of the adapter's base model.
 
-    `identity` is the model's `base_identity` before its weights were rounded; for quantized weights, it is
-    `before | after`, the union of the `base_identity` before and after quantization. Tokenizer and context length
-    are saved for use with the adapter. `family` is the family of the base's files, if the modules are of another
-    family (the modules of "phi3" are LLaMA's). `facts` go into the card; their "changes" are records of earlier
-    changes to the base, which loading repeats. PiSSA is written as plain LoRA of twice the rank, for the original
-    base. If `name` is None, only a reference to the base is written, and loading the folder loads the base. The
-    save is atomic, as in `save`. Raises ValueError, naming the module, for an adapter that PEFT's format cannot
-    express, and for a folder with a model that dunes did not save, which would hide the adapter.
+    `identity` is the model's `base_identity` before its weights were rounded; for quantized weights, it is `before
+    | after`, the union of the `base_identity` before and after quantization. Tokenizer and context length are
+    saved for use with the adapter. `family` is the family of the base's files, if the modules match another family
+    (a "phi3" model has LLaMA's modules). `facts` go into the card; their "changes" are records of earlier changes
+    to the base, which loading repeats. PiSSA is written as plain LoRA of twice the rank, for the original base. If
+    `name` is None, only a reference to the base is written, and loading the folder loads the base. The save is
+    atomic, as in `save`. Raises ValueError, naming the module, for an adapter that PEFT's format cannot express,
+    and for a folder with a model that dunes did not save, which would hide the adapter.
     """
     folder, adapter_base = Path(folder), adapter_base_of(model, family)
     factors, adapters = list[tuple[Target, Factors]](), list[Adapter]()
@@ -432,7 +432,7 @@ def _matches(pattern: str, path: str) -> bool:
 
 
 def check_settings(base: AdapterBase, card: Mapping[str, Any], folder: Path) -> None:
-    """Raise ValueError if the card records another config.json than the base's; PEFT's folders have no card."""
+    """Raise ValueError if the card's config.json differs from the base's; PEFT's folders have no card."""
     recorded = (card.get("base") or {"config": base.settings}).get("config")
     before, now = (recorded if isinstance(recorded, dict) else {}), base.settings
     if differing := [key for key in (*before, *now) if before.get(key) != now.get(key)]:

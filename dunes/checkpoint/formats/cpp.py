@@ -42,7 +42,7 @@ from dunes.units import format_bytes
 CARD, WEIGHTS, TABLES, FORMAT = "card.json", "weights.safetensors", "tokenizer.safetensors", 1
 SOURCES = Path(__file__).parent / "program"
 OF_TEXTS = "text."
-"""Prefix of the names of weights that differ for the prefill code, for example in their dtype."""
+"""Prefix of the names of weights that only the prefill code uses, for example in another dtype."""
 MIN_CONTEXT, CHUNK = 8, 1 << 24
 MIX = [np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)]
 """Constants of the checksum, from https://prng.di.unimi.it/splitmix64.c"""

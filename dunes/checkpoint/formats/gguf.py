@@ -410,7 +410,7 @@ def _rope_scaling(hf: Mapping[str, Any], known: Mapping[str, Any], files: Weight
 
 
 def _llama3(hf: Mapping[str, Any], width: int, length: int, divisors: Tensor) -> dict[str, Any]:
-    """LLaMA 3's `rope_scaling` with the frequency factors 1 and 4. Raises ValueError if `divisors` differ."""
+    """LLaMA 3's `rope_scaling` with the frequency factors 1 and 4. Raises ValueError if it has other divisors."""
     scaling, base = Llama3(float(divisors.max()), 1.0, 4.0, length), hf.get("rope_theta", 10_000.0)
     cpu = torch.device("cpu")
     expected = base_frequencies(width, base, cpu) / scaling.inverse_frequencies(width, base, cpu)

@@ -254,7 +254,9 @@ def _words(files: Weights, dense: Callable[[Weights, str], LazyTensor], config: 
 
 
 def _part(parts: Weights, name: str, origin: str, *shape: int | None) -> LazyTensor:
-    """The part `name`, which must have this shape (None: any size); `scales` must be floats, other parts int32."""
+    """The part `name`. Raises ValueError unless it has this shape (None: any size) and is int32, or floats for
+    `scales`.
+    """
     dtypes, part = FLOATS if name == "scales" else (torch.int32,), parts.get(name)
     if part is not None and part.dtype in dtypes and len(part.shape) == len(shape):
         wrong = [size for size, actual in zip(shape, part.shape, strict=True) if size not in (None, actual)]

@@ -261,7 +261,7 @@ class _Unpickler(pickle._Unpickler):  # a few bytes make the C version allocate 
 
 
 def _sizes(values: object) -> tuple[int, ...]:
-    """A tensor's sizes or strides. Raises ValueError unless all are non-negative integers, at most MAX_DIMS."""
+    """A tensor's sizes or strides. Raises ValueError unless they are at most MAX_DIMS non-negative integers."""
     if type(values) is not tuple or len(values) > MAX_DIMS:
         raise ValueError(f"a tensor's sizes or strides are not a tuple of at most {MAX_DIMS} integers")
     if not all(type(v) is int and v >= 0 for v in values):
