@@ -1,10 +1,10 @@
 """The architecture of a model: its family and config, or the function that builds it, and later changes to it.
 
 `hf_config_of` derives the family and config of a built model from its modules. If no Hugging Face config describes
-a model, its card records the architecture. Loading builds the structure, repeats the changes, and compares the
-result with the saved model before any weight is read. The caller of `load` passes the function that builds a
-model, or `load` imports the function that the card names. Functions outside of `dunes.models` are imported only if
-the caller trusts the card.
+a model, its card records the architecture. Loading builds the model, repeats its later changes, and compares the
+modules and tensors with the saved model's before any weight is read. The caller of `load` passes the function that
+builds a model, or `load` imports the function that the card names. Functions outside of `dunes.models` are
+imported only if the caller trusts the card.
 """
 
 import importlib
@@ -53,7 +53,9 @@ class Architecture:
 
     @classmethod
     def of_function(cls, function: Build, **arguments: Any) -> Self:
-        """The architecture of `function(**arguments)`. Raises TypeError or ValueError for non-JSON arguments."""
+        """The architecture of `function(**arguments)`. Raises TypeError or ValueError for arguments that JSON
+        cannot hold.
+        """
         stored = json.loads(json.dumps(arguments, allow_nan=False))
         return cls(function_name(function), stored, function=function)
 
@@ -61,8 +63,8 @@ class Architecture:
     def of_card(cls, card: Mapping[str, Any], path: Path, function: Build | None = None) -> Self:
         """The architecture in a card. `function` builds the model; by default, the card's function is imported.
 
-        Unless `trust_cards` is active, only functions of `dunes.models` are imported. Raises ValueError if the
-        card is damaged, has an unknown change, or names a function that cannot or may not be imported.
+        Outside of the context `trust_cards`, only functions of `dunes.models` are imported. Raises ValueError if
+        the card is damaged, has an unknown change, or names a function that cannot or may not be imported.
         """
         family, config = card.get("family"), card.get("config")
         try:
@@ -96,14 +98,16 @@ class Architecture:
 
     @classmethod
     def of_hf_config(cls, config: Mapping[str, Any], path: Path) -> Self:
-        """The architecture that the config.json of `path` describes. Raises ValueError for an invalid config."""
+        """The architecture that `config`, the content of the config.json at `path`, describes. Raises ValueError
+        for an invalid config.
+        """
         with naming_errors(path):
             family = family_of(config)
             return cls(family, FAMILIES[family].from_hf(dict(config)))
 
     @property
     def trust_option(self) -> str:
-        """ " --trust-code" if opening a folder of this model needs it, otherwise empty."""
+        """The text " --trust-code" if opening a folder of this model needs this option, otherwise empty."""
         return "" if self.function is None or OURS.fullmatch(self.family) else " --trust-code"
 
     def record(self) -> dict[str, Any]:
@@ -175,8 +179,8 @@ def compare_structure(
 
 
 def fill(model: nn.Module, files: Weights, card: Mapping[str, Any]) -> None:
-    """Load the files' values into the model. If any of its tensors is on the meta device, all its tensors are
-    replaced.
+    """Load the files' values into the model. If a tensor of the model is on the meta device, all of the model's
+    tensors are replaced.
     """
     state = {key: stored.read() for key, stored in files.items()}
     state |= {key: state[first] for key, first in card["structure"]["tied"].items()}
@@ -208,7 +212,7 @@ def call_build(build: Build, arguments: Mapping[str, Any]) -> nn.Module:
 
 
 def _name_table(structure: Any, key: str, path: Path) -> dict[str, str]:
-    """The dict `key` in the card's `structure`. Raises ValueError unless the dict maps strings to strings."""
+    """The dict under `key` in the card's `structure`. Raises ValueError unless it maps strings to strings."""
     table = structure.get(key) if isinstance(structure, dict) else None
     if not isinstance(table, dict) or not all(isinstance(value, str) for value in table.values()):
         raise ValueError(f"{path}: 'structure' must have an object {key!r}; download the file again")
@@ -230,7 +234,7 @@ def tensor_differences(
 ) -> Iterator[Difference]:
     """Differences between a model's tensors and the files' tensors, in name, shape, dtype and tying.
 
-    The weights of a family may be stored in any floating-point dtype.
+    If the model belongs to a family, its floating-point weights may be stored in any floating-point dtype.
     """
     (expected, expected_ties), any_float = saved_tensors(model), architecture.function is None
     differing = {key for key in {**expected_ties, **tied} if expected_ties.get(key) != tied.get(key)}
@@ -250,7 +254,7 @@ def tensor_differences(
 
 
 def _settings(model: nn.Module) -> dict[str, dict[str, str]]:
-    """Class and plain attributes of each module, by the module's name."""
+    """The class and public attributes of each module, by the module's name."""
     return {row.place: {"class": row.class_name, **row.attributes} for row in module_rows(model)}
 
 
@@ -270,7 +274,9 @@ def _module_differences(model: nn.Module, digests: Mapping[str, str]) -> Iterato
 
 
 def _unsaved_differences(model: nn.Module, rebuilt: nn.Module) -> Iterator[str]:
-    """Yield a line for each differing attribute or non-persistent buffer; saving would lose its value."""
+    """Yield a line for each attribute or non-persistent buffer that differs in `rebuilt`; saving would lose its
+    value.
+    """
     expected, actual = _settings(model), _settings(rebuilt)
     for name in expected.keys() & actual.keys():
         for key in sorted(expected[name].keys() | actual[name].keys()):
@@ -288,11 +294,11 @@ def _equal_tensors(a: Tensor, b: Tensor) -> bool:
 
 
 def import_build(name: str, folder: Path) -> Build:
-    """Import the function or class "module:name" or "file.py:name" that builds the model in this folder.
+    """Import the function or class "module:name" or "file.py:name" that builds a model; errors name `folder`.
 
-    Modules are searched on the import path and in the current folder, files only in the current folder. Raises
-    ValueError if the import fails, if the object is not callable, or if it is in `dunes.models` and builds no
-    network.
+    A module is searched for on the import path and in the current folder, a file only in the current folder.
+    Raises ValueError if the import fails, if the object is not callable, or if it is in `dunes.models` and builds
+    no network.
     """
     module_name, _, attributes = name.partition(":")
     paths = [*sys.path]
@@ -317,7 +323,7 @@ def import_build(name: str, folder: Path) -> Build:
 
 
 def _builds_network(value: Any, module: str) -> bool:
-    """True if `module` itself defines `value`, a class of modules or a function annotated to return a module."""
+    """True if the Python module defines `value`, an nn.Module class or a function annotated to return one."""
     result = value if isinstance(value, type) else get_type_hints(value).get("return")
     return value.__module__ == module and isinstance(result, type) and issubclass(result, nn.Module)
 
@@ -342,7 +348,7 @@ def _import_module(name: str) -> ModuleType:
 def hf_config_of(model: nn.Module, context_length: int, loads: bool = True) -> Architecture | str:
     """Family and config that build exactly this model, or text that says how the closest family's model differs.
 
-    If `loads` is true, transformers must also be able to load and run the config.
+    If `loads` is true, the result is also text if transformers refuses the config or computes other logits.
     """
     if getattr(model, "ahead", None) is not None:
         return "it has modules that predict further ahead in training; save `model.trunk`, which lacks them"

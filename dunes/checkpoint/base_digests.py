@@ -20,7 +20,7 @@ from dunes.checkpoint.weights.safetensors_file import quote
 from dunes.files import atomic
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Dtypes to which a dense base is cast for the digests in a card."""
+"""A card has a digest of the dense base after a cast to each of these dtypes."""
 READ = (".safetensors", ".bin", ".pth", ".gguf", ".json")
 """Suffixes of the files that make up a model."""
 ANY_BASE_HINT = "or use this one unverified: any_base=True (--any-base)"
@@ -72,7 +72,7 @@ class BaseWeights:
         return lines
 
     def can_round_to(self, dtype: torch.dtype) -> bool:
-        """True if the weights are dense and have this dtype or a wider one."""
+        """True if the weights are dense, and either all have this dtype or some have a wider one."""
         bits = max((torch.finfo(d).bits for d in self.dtypes), default=0)
         return not self.quantized and (self.dtypes == {dtype} or torch.finfo(dtype).bits < bits)
 

@@ -21,7 +21,7 @@ FORMAT = 3
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
 UNFINISHED = ".unfinished"
-"""Subfolder with the finished parts of a change that is in progress."""
+"""Subfolder with parts of a model that a running `dunes augment` has finished, such as quantized blocks."""
 READY = ".ready"
 """Subfolder of a complete save whose files are being renamed into place."""
 T = TypeVar("T")
@@ -61,8 +61,8 @@ def verified_card(folder: Path, max_bytes: float = atomic.LARGE) -> dict[str, An
     """Call `finish_save`, and return the folder's card, or {}. Raises ValueError for a file that differs from its
     entry.
 
-    Each listed file must be a plain file in the folder with the listed size. If all files have at most `max_bytes`
-    in total, each must also have the listed SHA-256.
+    An entry has the name, size and SHA-256 of a plain file in the folder. SHA-256 is compared only if all files
+    have at most `max_bytes` in total.
     """
     card = read_card(finish_save(folder))
     files = listed_files(folder, card)
@@ -98,7 +98,7 @@ def finish_save(folder: Path) -> Path:
 
 
 def place_files(folder: Path) -> None:
-    """Move the files of `.ready` into the folder, the card last. The caller has locked the folder."""
+    """Move the files of `.ready` into the folder, the card last. The caller must hold the folder's lock."""
     if not (ready := ready_folder(folder)).is_dir():
         return
     _remove_old(folder, ready)

@@ -32,7 +32,7 @@ BESIDE = (
     r"(config|generation_config|params|special_tokens_map|tekken|dunes|tokenizer\w*)\.json"
     r"|tokenizer\.model(\.v\w+)?|chat_template\.jinja"
 )
-# Formats of weights, the best first: safetensors before pickles, one file before shards, usual names first.
+# Patterns of weights' file names, the preferred first (safetensors before pickles), and the index of the shards.
 FORMS = {
     r"model\.safetensors": None,
     r"model-[\w-]+\.safetensors": "model.safetensors.index.json",
@@ -112,7 +112,7 @@ def _resolve(name: str, revision: str, store: Path) -> tuple[str, dict[str, int]
 
 
 def _cached_listing(name: str, commit: str, store: Path) -> dict[str, int]:
-    """Files of a commit and their sizes according to the cache; empty if nothing is cached."""
+    """The cached list of a commit's files, with their sizes; empty if nothing is cached."""
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
@@ -123,7 +123,7 @@ def _cached_listing(name: str, commit: str, store: Path) -> dict[str, int]:
 
 
 def _read_ref(ref: Path) -> str:
-    """The commit of a branch according to the cache; empty if the cache does not have the branch."""
+    """The cached commit of a branch; empty if the cache does not have the branch."""
     return ref.read_text().strip() if ref.is_file() else ""
 
 

@@ -71,7 +71,7 @@ def open_to_describe(folder: Path) -> OpenedModel:
 
 
 def judge(opened: OpenedModel) -> Verdict:
-    """The verdict on a folder. Files of any size are compared with the digests in the folder's card."""
+    """The verdict on a folder, whose files of any size are compared with the digests in its card."""
     tokenizer, reasons, built = None, [], True
     try:
         _ = opened.expected  # raises if the model cannot be built

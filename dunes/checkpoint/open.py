@@ -70,7 +70,7 @@ from dunes.units import format_bytes, format_count, plural
 OWN = "dunes"
 """Name of dunes' own format."""
 POSITIONS = "embed.place.weight"
-"""Name of learned position embeddings."""
+"""Name of the tensor of learned position embeddings."""
 OTHER_BASE = "put it back, or choose another: dunes train --out {} --resume --from BASE --override base"
 """The remedy in an error about a run whose base is gone or changed."""
 ROUNDED_FROM = 30_000_000
@@ -79,7 +79,9 @@ ROUNDED_FROM = 30_000_000
 
 @dataclass(frozen=True)
 class ModelLocation:
-    """A model's local folder; for a model from the Hub, `origin` has `repository` and `revision` (a commit)."""
+    """A model's local folder. `origin` has `repository` and `revision` (a commit) for a model from the Hub,
+    `package` for a packaged model.
+    """
 
     folder: Path
     origin: dict[str, str]
@@ -146,7 +148,8 @@ def _is_run(folder: Path) -> bool:
 
 
 def readable_folder(folder: Path) -> Path:
-    """Finish an interrupted save, and return the path: a folder of a model, adapter or network, or a GGUF file.
+    """Finish an interrupted save into the folder of a model, adapter or network, and return the path. A GGUF file
+    is permitted, too.
 
     Raises ValueError like `require_model_folder`.
     """
@@ -232,7 +235,7 @@ class OpenedModel:
 
     @cached_property
     def expected(self) -> dict[str, LazyTensor]:
-        """State dict, without values, of a model with this config, under the model's names.
+        """The state dict of `outline()`, as lazy tensors.
 
         Raises ValueError, before the model is built, if the config has more blocks than the files have tensors.
         """
@@ -246,7 +249,7 @@ class OpenedModel:
 
     @cached_property
     def comparison(self) -> tuple[dict[str, LazyTensor], list[Difference], str]:
-        """The files' tensors by the model's names, their differences from the model, and a `Prefix.note`."""
+        """The files' tensors by the model's names, all differences from the model, and the `Prefix`'s note."""
         if self.is_own:
             prefix = Prefix.of(self.files, self.expected)
             files, outline = prefix.without(self.files), self.outline()
@@ -255,7 +258,7 @@ class OpenedModel:
         return compare(self.expected, self.files, for_heads(self.names, self.config.heads), self.ignored)
 
     def weights(self) -> dict[str, LazyTensor]:
-        """The files' tensors by the model's names, with a warning if a `Prefix` was removed or added.
+        """The files' tensors by the model's names; warns with the note of the `Prefix`, if it has one.
 
         Raises ValueError, listing all differences, if the tensors do not fit the model.
         """
@@ -278,7 +281,8 @@ def open_verified_model(
 ) -> OpenedModel:
     """Compare the files with the folder's card, if any, then open the folder like `open_model`.
 
-    Raises ValueError for the first file that differs. Files are hashed if they have at most `max_bytes` in total.
+    Raises ValueError for the first file that differs. SHA-256 is compared only if all files have at most
+    `max_bytes` in total.
     """
     require_model_folder(folder)
     card = verified_card(folder, max_bytes)  # before `open_model`, since this error names the changed file
@@ -291,11 +295,12 @@ def open_model(
     build: Build | None = None,
     card: Mapping[str, Any] | None = None,
 ) -> OpenedModel:
-    """Open a model folder. Raises ValueError with the file names tried if the folder has no supported format.
+    """Open a model folder. If the folder has no supported format, raises ValueError with the file names that were
+    looked for.
 
     `renames` maps tensor names in the files (with `{i}` for an index) to Hugging Face's names. `build` is the
-    function that builds a model that no family describes; inside `trust_cards`, the card's function is imported.
-    `card` is the folder's card, if the caller has read it.
+    function that builds a model that no family describes; by default, `Architecture.of_card` imports the card's
+    function. `card` is the folder's card, if the caller has read it.
     """
     if folder.suffix == SUFFIX and folder.is_file():
         return _open_gguf(folder)
@@ -386,8 +391,9 @@ def check_memory(opened: OpenedModel) -> None:
 def load_decoder(opened: OpenedModel) -> Decoder:
     """The model with its weights, which are memory-mapped with copy on write.
 
-    Pruned layers that the card lists are masked. Before any weight is read, raises ValueError, listing all
-    differences, if the weights do not fit the model. Later, raises ValueError if a pruned layer does not exist.
+    Linear layers that the card lists as pruned keep their zeros in training. Before any weight is read, raises
+    ValueError, listing all differences, if the weights do not fit the model. Later, raises ValueError if the card
+    lists a layer that does not exist.
     """
     weights, model = opened.weights(), opened.outline()
     if not opened.is_own:
@@ -404,8 +410,8 @@ def load_decoder(opened: OpenedModel) -> Decoder:
 
 
 def _to_one_dtype(opened: OpenedModel, weights: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """The weights in one dtype. Mixed dtypes are cast to the config's dtype if any weight has it, else to the
-    promoted dtype.
+    """The weights in one dtype. If they have several dtypes, they are cast to the dtype in config.json if one of
+    them has it, else to the result of `torch.promote_types`.
     """
     dtypes = {w.dtype for w in weights.values()}
     if len(dtypes) == 1:
@@ -499,9 +505,9 @@ def load(
     If the folder has an adapter, its base is loaded, and quantized if the card says so (QLoRA). The base must
     match the digests in the adapter's card, unless `any_base` is set. Then the adapter is added as `default`. If
     the adapter has no tokenizer or no context length, the base's is used. Warns if the model has no tokenizer, and
-    about special ids above the vocabulary. Raises ValueError if something is missing or wrong; names, shapes and
-    free memory are checked before any weight is read. Loading is repeated if another process saves into the folder
-    meanwhile.
+    about special ids above the vocabulary. Raises ValueError for files that are missing, damaged or not of one
+    model, and for too little memory; names, shapes and free memory are checked before any weight is read. Loading
+    is repeated if another process saves into the folder meanwhile.
     """
 
     def read(readable: Path) -> LoadedModel:
@@ -535,9 +541,10 @@ def tokenizer_folder(folder: Path) -> Path:
 
 
 def describe(folder: Path | str) -> OpenedModel:
-    """The `OpenedModel` of a model, or of an adapter's base with the adapter's card.
+    """Open a model, or an adapter's base with the adapter's card. Weights are not read, and files are compared
+    with the card only by size.
 
-    Raises ValueError in the same cases as `load`.
+    Raises ValueError like `open_verified_model`.
     """
     folder = Path(folder)
     if not is_adapter(folder):
@@ -547,7 +554,7 @@ def describe(folder: Path | str) -> OpenedModel:
 
 
 def round_for_speed(loaded: LoadedModel) -> LoadedModel:
-    """Cast a large float32 model that was trained from a base to bfloat16 if bfloat16 is clearly faster here.
+    """Cast a large float32 model to bfloat16, if it was trained from a base and bfloat16 is clearly faster here.
 
     The result is for completion and generation; saving, scoring and exporting use the weights of `load`.
     """
@@ -559,7 +566,8 @@ def round_for_speed(loaded: LoadedModel) -> LoadedModel:
 
 
 def base_folder(folder: Path, fetch: bool = True) -> Path:
-    """The folder of an adapter's base: at its absolute path, at its relative path, or, with `fetch`, from the Hub.
+    """The folder of an adapter's base: the recorded path, else a path relative to the adapter, else, with `fetch`,
+    from the Hub.
 
     Raises ValueError, with a remedy, if the base is in none of these places.
     """
@@ -587,8 +595,8 @@ def open_base(
 ) -> tuple[OpenedModel, Tokenizer | None, int]:
     """Open an adapter's base; also returns the adapter's tokenizer and context length, from `folder` and `card`.
 
-    If the adapter has no tokenizer or no context length, the base's is returned. The base's files are hashed if
-    they have at most `max_bytes` in total. Raises ValueError like `load`.
+    If the adapter has no tokenizer or no context length, the base's is returned. The base's SHA-256 is compared
+    only if its files have at most `max_bytes` in total. Raises ValueError like `load`.
     """
     opened = open_verified_model(base_folder(folder), max_bytes=max_bytes)
     tokenizer = load_tokenizer(opened, tokenizer_folder(folder))
@@ -620,7 +628,7 @@ def _load_adapted(folder: Path, others: Sequence[Path], device: torch.device | s
 def add_adapter(loaded: LoadedModel, folder: Path, name: str, any_base: bool = False) -> LoadedModel:
     """Add an adapter, activate it under this name, and return the model with the adapter's card.
 
-    If the adapter has no tokenizer or no context length, the model's is used. First load the model with this
+    If the adapter has no tokenizer or no context length, the model's is used. The model must be loaded with this
     folder in `adapters`, so that `load` verifies the base. Raises ValueError like `load`.
     """
     folder = readable_folder(folder)
@@ -640,8 +648,8 @@ def prepare_base(model: Decoder, folders: Sequence[Path], any_base: bool = False
     """Verify that a model is the base of the adapters in these folders, and apply the changes in their cards.
 
     Returns the changes made; the list is empty if the base includes all changes already. If the base is bit-equal
-    to the recorded base, the changes must reproduce the recorded weights. A base that was cast to another dtype
-    need not reproduce the recorded weights. Raises ValueError like `load_adapter`.
+    to the recorded base, raises ValueError unless the changes give the recorded weights. If the base was cast to
+    another dtype, the changed weights are not compared. Raises ValueError like `load_adapter`.
     """
     cards = {folder: verified_card(folder, max_bytes=0) for folder in map(readable_folder, folders)}
     optional = {} if any_base else {folder: read_base_record(card, folder) for folder, card in cards.items()}
@@ -742,7 +750,9 @@ def _fill(model: nn.Module, files: Weights, card: Mapping[str, Any], path: Path)
 
 
 def _without_ties(model: nn.Module, files: Weights) -> tuple[Weights, dict[str, str]]:
-    """A file's tensors without copies of tied tensors, and the tied names. Raises ValueError if copies differ."""
+    """A file's tensors without copies of tied tensors, and a dict from each alias of a tied tensor to its first
+    name. Raises ValueError if copies differ.
+    """
     _, tied = saved_tensors(model)
     for name, first in tied.items():
         if name in files and first in files and not torch.equal(files[name].read(), files[first].read()):

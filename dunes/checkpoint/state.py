@@ -49,7 +49,7 @@ class Snapshot(NamedTuple):
 
 
 def save_state(run: Path, step: int, state: Mapping[str, Any] | Snapshot) -> Path:
-    """Write a state, a nested dict of tensors and JSON values, and delete all but the newest two states.
+    """Write a state (a nested dict of tensors and JSON values), and delete all but the newest two states.
 
     Each rank writes its part. Raises OSError if the state cannot be written, and ValueError if a tensor is not
     finite; both errors leave earlier states in place.

@@ -79,9 +79,9 @@ def _record(sources: Sequence[str], follow_links: bool) -> Path:
 def split_documents(card: Mapping[str, Any], **options: Any) -> Corpus:
     """The training and validation documents of a model, and the test documents of a model that completes lines.
 
-    If the card's `split` is "tails", all documents are for training, and their tails for validation. `options`
-    override arguments of `collect_corpus`. Raises ValueError if the card does not record the split, if another
-    version of dunes split the text, or if the sources no longer exist.
+    If the card's `split` is "tails", each document's tail is for validation, and the rest for training. `options`
+    are arguments of `collect_corpus`, and override recorded ones. Raises ValueError if the card does not record
+    the split, if another version of dunes split the text, or if the sources no longer exist.
     """
     trained = trained_text(card)
     if trained.get("split") not in ("files", "tails"):
@@ -92,7 +92,7 @@ def split_documents(card: Mapping[str, Any], **options: Any) -> Corpus:
 
 def _trained_corpus(trained: Mapping[str, Any], **options: Any) -> Corpus:
     """The documents of a recorded training run; the run may have any `split`. Raises ValueError for an untrusted
-    card.
+    card, or if another version of dunes split the text.
     """
     require_own_sources(trained)
     if (number := trained.get("split_version")) != SPLIT_VERSION:

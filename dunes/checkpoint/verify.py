@@ -31,7 +31,7 @@ EXACT = 1e-4
 ROUNDED = 32
 PACKED = 0.05
 MAX_RATIO = 2.0
-"""Tolerances of float32 logits on fixed prompts, for each form of a written model.
+"""Permitted differences between the float32 logits of a model and of its written form, on fixed prompts.
 
 | form                           | dtype     | measure                                                | tolerance |
 |--------------------------------|-----------|--------------------------------------------------------|-----------|
@@ -46,8 +46,8 @@ MAX_RATIO = 2.0
 
 `verify` below checks converted folders, `formats.onnx` checks ONNX, and `formats.compressed_tensors` packed codes.
 A GGUF file must read back with equal weights (`formats.gguf`). `formats.cpp` runs compiled code, with the
-tolerances of `generate.decode_packages`. The ratio that MAX_RATIO limits is about 1 in tests/test_merge.py, and
-larger if the adapter depends on quantization errors.
+tolerances of `generate.decode_packages`. In tests/test_merge.py, the ratio that MAX_RATIO limits is about 1; it is
+larger if an adapter depends on quantization errors.
 """
 BLOCK = 1 << 24
 """Number of a matrix's elements that are converted to float32 at a time."""
@@ -117,7 +117,7 @@ def _compare(
     verification = Verification(largest, float(plain.square().mean().sqrt()), agree, rounding)
     if not plain.isfinite().all():
         raise ValueError(f"{folder}: its logits are not finite; list the weights: dunes inspect --values {folder}")
-    finite = dtype is None or before.isfinite().all()  # False if the logits exceed the dtype's range
+    finite = dtype is None or before.isfinite().all()  # False if the logits exceed the dtype's range.
     if finite and not verification.relative <= EXACT:  # `not` also catches NaN
         raise ValueError(f"{folder}: the result is another model: {verification}; nothing was written")
     if dtype and not (rounding or 0.0) <= ROUNDED * torch.finfo(dtype).eps * verification.size:
@@ -141,7 +141,7 @@ def check_written(
 def merge_check(
     model: Decoder, folder: Path, context_length: int, dtype: torch.dtype
 ) -> Callable[[OpenedModel], Verification]:
-    """Return a function that compares a written model with `model` after merging and rounding to `dtype`.
+    """Return a function that compares a written model with `model`, merged and rounded to `dtype`.
 
     The function raises ValueError if merging or writing changes the logits by more than reordered operations or
     rounding can cause.
@@ -160,7 +160,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 def model_logits(model: nn.Module, context_length: int, merged: torch.dtype | None = None) -> Tensor:
     """Logits (PROMPTS, TOKENS, V) of an in-memory model on the fixed prompts, computed in float32.
 
-    With `merged`, the active adapter is merged and all weights are rounded to that dtype.
+    If `merged` is a dtype, the active adapter is merged, and all weights are rounded to this dtype.
     """
     copy = deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())}).eval()
     assert isinstance(copy, Decoder)

@@ -25,7 +25,7 @@ from dunes.units import plural
 
 SPECIAL_TOKENS = ("bos", "eos", "pad")
 MASKED = "masked"
-"""The card's key for places of pruned layers, whose zeros stay zero in training."""
+"""The card's key for the names of pruned layers, whose zeros stay zero in training."""
 NOT_INHERITED = (
     *("files", "format", "dunes", "adapter", "base", "family", "config", "structure", "changes", "history"),
     MASKED,
@@ -34,9 +34,9 @@ NOT_INHERITED = (
 Check = Callable[[Path], Mapping[str, Any]]
 T = TypeVar("T")
 Edit: TypeAlias = tuple[Callable[..., None], Callable[[Path], tuple[T, Mapping[str, Any]]]]
-"""Two functions for an edited model. The first function, `save` or `write_model` with bound arguments, is called
-with `folder` and `check`, and writes the model. The second function compares the temporary folder with the model,
-and returns a report and entries for the card.
+"""Two functions for an edited model. The first function writes it: `save` or `write_model`, with all arguments
+bound except `folder` and `check`. The second function compares the temporary folder with the model, and returns a
+report and entries for the card.
 """
 
 
@@ -52,9 +52,10 @@ def save(
 ) -> None:
     """Write the model as a folder that Hugging Face's tools open; `facts` go into the card.
 
-    A model that no family describes is saved in dunes' own format with its `architecture`, which must build the
-    same structure. `architecture` is `Architecture.of_function(build, **arguments)` for a function that builds the
-    model, or a loaded model's architecture with later changes appended. `load` needs the function again.
+    A model that no family describes is saved in dunes' own format with its `architecture`; raises ValueError if
+    this builds another structure. `architecture` is `Architecture.of_function(build, **arguments)` for a function
+    that builds the model, or a loaded model's architecture with later changes appended. `load` needs this function
+    again, as an argument or imported by the name in the card.
 
     A network that is no language model has no tokenizer and no context length. Save such a network with
     `save(network, folder, architecture=...)`, and load the folder with `load_network`.
@@ -99,8 +100,8 @@ def save(
 def save_weights(model: nn.Module, folder: Path | str, facts: Mapping[str, Any] | None = None) -> None:
     """Write the parameters and persistent buffers of any network to a folder, with a card.
 
-    The card has `facts`, and digests of the files and of the network's structure. Raises ValueError for parameters
-    without a shape or values, or of a dtype that safetensors does not support.
+    The card has `facts`, and digests of the files and of the network's structure. Raises ValueError for lazy
+    parameters without a shape, for tensors on the meta device, and for dtypes that safetensors does not support.
     """
     known, weights = architectures.describe(tree.uncompiled(model))
     write_model(Path(folder), weights, None, {**(facts or {}), **known})
@@ -137,8 +138,8 @@ def inherited(card: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_described(model: nn.Module, context_length: int, folder: Path, reader: str = "") -> Architecture:
-    """Family and config of the model from `folder`. Raises ValueError if no Hugging Face config describes the
-    model.
+    """Family and config that describe a model. Raises ValueError, naming `folder` and the `reader` of the result,
+    if no Hugging Face config describes it.
     """
     if isinstance(described := hf_config_of(model, context_length, loads=not reader), str):
         refusal = f"{reader} does not know" if reader else "no Hugging Face config describes"

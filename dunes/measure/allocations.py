@@ -1,6 +1,6 @@
 """Record the memory of every tensor from its allocation until it is freed, on any device, real or fake.
 
-The results of each operation are recorded by a dispatch mode. A storage is freed when its last tensor is deleted.
+A `TorchDispatchMode` records the results of each operation. A storage is freed when its last tensor is deleted.
 Memory that an operation allocates and frees internally is not recorded.
 """
 
@@ -183,7 +183,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recorded: dict[int, tuple[Any, Allocation]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(hasattr(t, "full_tensor") for t in types):  # called again with the local tensors
+        if any(hasattr(t, "full_tensor") for t in types):  # PyTorch then calls this method with the local tensors
             return NotImplemented
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
@@ -288,7 +288,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
 
     def finish(self) -> None:
-        """Reclassify temporaries of forward passes that are still live as activations."""
+        """Reclassify as activations the temporaries of forward passes that are still live."""
         self.over = True
         for _, allocation in self.recorded.values():
             if allocation.kind == "temporaries" and allocation.phase == "forward":

@@ -36,7 +36,7 @@ _device_set: str | None = None
 FASTEST_CLOCK = 6.2e9
 """Cycles per second of the fastest processors sold; virtual machines do not report their own clock."""
 FAR = 3.0
-"""Other programs on the same core rarely change the core's rate by more than this factor."""
+"""Other programs on a core rarely change the core's measured rate by more than this factor."""
 READERS = 8
 """Number of cores above which the memory read bandwidth hardly grows."""
 SAMPLES, SAMPLE_SECONDS, SPREAD = 7, 0.15, 0.5
@@ -87,8 +87,9 @@ KINDS = (
 class Rate(NamedTuple):
     """A rate per second. `sure` is True if the samples agree; if not, a CPU's `value` is typical of its kind.
 
-    Plans use `planned`, which varies less than `value`. On a CPU, `planned` is the typical rate, multiplied by a
-    power of two if `value` differs from it by more than a factor of FAR. On a GPU, `planned` equals `value`.
+    The size of a run is chosen by `planned`, which varies less than `value`. On a CPU, `planned` is the typical
+    rate, multiplied by a power of two if `value` differs from it by more than a factor of FAR. On a GPU, `planned`
+    equals `value`.
     """
 
     value: float
@@ -97,11 +98,11 @@ class Rate(NamedTuple):
 
 
 _rates: dict[str, Rate] = {}
-"""Rates that this process has read or measured, by name."""
+"""Rates that this process has measured or read from the cache folder, by name."""
 
 
 def set_device(name: str | None) -> None:
-    """Make `device` return the device of this name, one of DEVICES; None restores the default.
+    """Set the device that `device` returns, by its name in DEVICES; None restores the default.
 
     Raises ValueError if PyTorch cannot use this device on this machine.
     """
@@ -127,16 +128,16 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 LARGE_BLOCK = 1 << 25
-"""Size in bytes above which freed blocks return to the system despite `keep_freed_memory`; glibc's maximum."""
+"""Size in bytes above which freed blocks return to the system despite `keep_freed_memory`; glibc's upper limit."""
 
 
 def keep_freed_memory() -> None:
     """Keep freed memory in the process for the next step or layer, except blocks above LARGE_BLOCK.
 
     By default, glibc returns freed memory to the system at once, so page faults take a third of a training step
-    (4M parameters, 2 threads: 5.3k tokens/s without this call, 7.8k with it). In prefill, page faults take a tenth
-    (10M parameters, 256 tokens). Larger blocks are not kept: with a model of 135M parameters, kept blocks left
-    holes of unequal sizes in the heap, and each step needed more memory than the step before.
+    (4M parameters, 2 threads: 5.3k tokens/s without this call, 7.8k with it). Page faults take a tenth of the time
+    of a prefill (10M parameters, 256 tokens). Larger blocks are not kept: with a model of 135M parameters, kept
+    blocks left holes of unequal sizes in the heap, and each step needed more memory than the step before.
     """
     trim_threshold, mmap_threshold = -1, -3
     if sys.platform == "linux":
@@ -155,7 +156,7 @@ def return_freed_memory() -> None:
 
 
 def page_out(ranges: Iterable[tuple[int, int]]) -> None:
-    """Evict pages of a mapped file from memory, at ranges (address, bytes); the next access reads them again.
+    """Evict a mapped file's pages in these ranges (address, bytes) from memory; the next access reads them again.
 
     Without this call, weights that were only read to be cast or quantized would stay in memory. Changed pages are
     kept.
@@ -315,7 +316,7 @@ def processor() -> dict[str, str]:
 
 
 def kind_of(facts: Mapping[str, str]) -> Kind:
-    """The first of KINDS that matches the facts of `processor()` and `system`, such as "Linux x86_64"."""
+    """The first of KINDS that matches `facts`: those of `processor()`, and `system`, such as "Linux x86_64"."""
     words = {name: {*text.split()} for name, text in facts.items()}
     return next(k for k in KINDS if all({*v.split()} <= words.get(n, set()) for n, v in k.where.items()))
 

@@ -44,7 +44,7 @@ STALLED = 5
 GATHERED = 0.1
 """Weights stay gathered until backward if gathered weights take less than this fraction of a machine's memory."""
 SLOW_STEP = 30
-"""Maximum wait for other ranks within a step, as a multiple of the longest step; the wait is at least a minute."""
+"""Limit of the wait for other ranks in a step, as a multiple of the longest step; it is at least a minute."""
 _last = 0.0
 _limit = math.inf
 _saving: Any = None
@@ -84,7 +84,7 @@ def process_group(
     if not under_torchrun():
         yield
         return
-    sys.stderr = sys.__stderr__  # the command line reports its errors on the first rank
+    sys.stderr = sys.__stderr__  # on ranks other than 0, the command has replaced this stream
     machine.set_device(device)
     store, number, ranks = _meet(limit)
     longer, ended = timedelta(seconds=limit + 60), Event()
@@ -127,7 +127,7 @@ def _meet(limit: float) -> tuple[Any, int, int]:
 
 
 def _fresh_store(shared: Any, number: int, ranks: int, limit: float = LIMIT) -> Any:
-    """A store used only by the ranks of this start.
+    """A key-value store for only the ranks of this start of torchrun.
 
     With a static rendezvous, torchrun uses one store for all restarts, so the store contains addresses of
     processes that have ended. The number of a restart is not unique, because torchrun counts restarts on each
@@ -174,7 +174,7 @@ def _report(store: Any, line: str) -> None:
 
 
 def _make_groups(by_node: bool, limit: timedelta) -> None:
-    """Make the process group that saves in the background, and the mesh over which parameters are sharded."""
+    """Make the process group for saving in the background, and the mesh over which parameters are sharded."""
     from torch.distributed.device_mesh import init_device_mesh
 
     global _saving, _mesh
@@ -381,10 +381,10 @@ def rows(size: int) -> slice:
 def shard(model: M, units: Iterable[nn.Module], dtype: torch.dtype | None = None) -> M | None:
     """Shard the trainable parameters over the ranks, on `machine.device()`.
 
-    Each unit gathers its parameters when it runs. With `dtype`, each unit is cast just before it is sharded, so no
-    rank has all parameters in `dtype`. Parameters on the meta device become uninitialized memory. Frozen
-    parameters, which may have another dtype, stay complete on every rank. Returns a copy of the model on the meta
-    device, to be filled with gathered weights; None for a single process.
+    Each of the modules `units` gathers its parameters when it runs. With `dtype`, each unit is cast just before it
+    is sharded, so no rank has all parameters in `dtype`. Parameters on the meta device become uninitialized
+    memory. Frozen parameters, which may have another dtype, stay complete on every rank. Returns a copy of the
+    model on the meta device, to be filled with gathered weights; None for a single process.
     """
     if count() == 1:
         return None
@@ -471,7 +471,7 @@ def shard_like(value: Tensor, like: Tensor) -> Tensor:
 
 
 def gather_rows(own: Tensor, size: int) -> Tensor:
-    """Gather all ranks' items into (size, ...). `own` (N, ...) has items `rank()`, `rank() + count()`, ..."""
+    """All ranks' items in one tensor (size, ...). `own` (N, ...) has items `rank()`, `rank() + count()`, ..."""
     if count() == 1:
         return own
     padded = torch.cat([own, own.new_zeros(-(-size // count()) - len(own), *own.shape[1:])])

@@ -38,7 +38,7 @@ FORMATS = {
     "cpp": Format("a folder for C and C++ without Python", network=True),
     "onnx": Format("without a cache", suffix=".onnx", network=True, no_dtype="weights are written in float32"),
 }
-"""Formats by name. `hf` has no entry, since `dunes export --to hf` calls `convert`, or merges and dequantizes."""
+"""Formats by name. `hf` has no entry, since `dunes export --to hf` calls `convert` or `export`."""
 
 
 def check_choice(to: str, dtype: str | None) -> None:

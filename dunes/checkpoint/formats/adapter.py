@@ -52,16 +52,16 @@ from dunes.units import plural
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 PREFIX = "base_model.model."
 PARAMETERS = {name: spec for cls in lora.VARIANTS.values() for name, spec in cls.PARAMETERS.items()}
-"""Tensor names of all LoRA variants, each with the tensor's dimensions and its name in PEFT's files."""
+"""Tensors of all LoRA variants by name: the dimensions, such as (R, I), and the name in PEFT's files."""
 SETTINGS = {cls.PEFT_SETTING: name for name, cls in lora.VARIANTS.items() if cls.PEFT_SETTING}
-"""The variant that each setting of PEFT's adapter_config.json selects."""
+"""The LoRA variant that a setting of PEFT's adapter_config.json selects, by the setting's name."""
 
 
 @dataclass(frozen=True)
 class AdapterBase:
     """The base of a model's adapters: linear layers and embeddings by name, and PEFT's targets by weight name.
 
-    `settings` is the config.json of the model without adapters, with quantized layers replaced by linear layers.
+    `settings` is the base's config.json; in it, quantized layers count as dense layers.
     """
 
     family: str
@@ -114,14 +114,14 @@ def save_adapter(
 ) -> None:
     """Write a model's adapter to a folder; `base` is the folder or Hub name of the adapter's base model.
 
-    `identity` is the model's `base_identity` before its weights were rounded; for quantized weights, it is
-    `before | after`, the union of the `base_identity` before and after quantization. Tokenizer and context length
-    are saved for use with the adapter. `family` is the family of the base's files, if the modules are of another
-    family (the modules of "phi3" are LLaMA's). `facts` go into the card; their "changes" are records of earlier
-    changes to the base, which loading repeats. PiSSA is written as plain LoRA of twice the rank, for the original
-    base. If `name` is None, only a reference to the base is written, and loading the folder loads the base. The
-    save is atomic, as in `save`. Raises ValueError, naming the module, for an adapter that PEFT's format cannot
-    express, and for a folder with a model that dunes did not save, which would hide the adapter.
+    `identity` is the model's `base_identity` before its weights were rounded; for quantized weights, it is `before
+    | after`, the union of the `base_identity` before and after quantization. Tokenizer and context length are
+    saved for use with the adapter. `family` is the family of the base's files, if the modules match another family
+    (a "phi3" model has LLaMA's modules). `facts` go into the card; their "changes" are records of earlier changes
+    to the base, which loading repeats. PiSSA is written as plain LoRA of twice the rank, for the original base. If
+    `name` is None, only a reference to the base is written, and loading the folder loads the base. The save is
+    atomic, as in `save`. Raises ValueError, naming the module, for an adapter that PEFT's format cannot express,
+    and for a folder with a model that dunes did not save, which would hide the adapter.
     """
     folder, adapter_base = Path(folder), adapter_base_of(model, family)
     factors, adapters = list[tuple[Target, Factors]](), list[Adapter]()
@@ -250,7 +250,7 @@ def _peft_config(
     pairs = [(ranks[path], alphas[path]) for path in ranks] or [(1, 1.0)]  # a reference has no factors
     usual = Counter(pairs).most_common(1)[0][0]
     others = [path for path in ranks if (ranks[path], alphas[path]) != usual]
-    # With stacked experts, PEFT treats modules with these names as experts, but not parameters.
+    # With stacked experts, PEFT takes modules (but not parameters) with these names for parts of the experts.
     of_experts = any(t.path.endswith("experts.gate_up_proj") for t in base.targets.values())
     shared = {p for p in paths if of_experts and _leaf(p) in ("gate_proj", "up_proj", "down_proj")}
     if shared and any(f.others for _, f in factors):
@@ -289,7 +289,8 @@ def _divisor(rank: int, rslora: bool) -> float:
 
 
 def load_adapter(model: nn.Module, folder: Path | str, name: str = lora.NAME, any_base: bool = False) -> Change:
-    """Load an adapter from a folder, activate it under this name, and return the change.
+    """Load an adapter from a folder, activate it under this name, and return the record of this change to the
+    model.
 
     Raises ValueError, before the model is changed, for a damaged file, an unsupported method, an unexpected
     tensor, and a shape or rank that does not fit. Also raises ValueError if the adapter's base is another model or
@@ -317,7 +318,9 @@ def attach_adapter(model: nn.Module, folder: Path, name: str = lora.NAME, any_ba
 
 
 def is_reference(card: Mapping[str, Any]) -> bool:
-    """True if a card refers to a base without an adapter, as `save_adapter` writes with `name=None`."""
+    """True if a card names a base, but the folder has no adapter; `save_adapter` with `name=None` writes such a
+    folder.
+    """
     return "adapter" in card and card["adapter"] is None
 
 
@@ -429,7 +432,7 @@ def _matches(pattern: str, path: str) -> bool:
 
 
 def check_settings(base: AdapterBase, card: Mapping[str, Any], folder: Path) -> None:
-    """Raise ValueError if the card records another config.json than the base's; PEFT's folders have no card."""
+    """Raise ValueError if the card's config.json differs from the base's; PEFT's folders have no card."""
     recorded = (card.get("base") or {"config": base.settings}).get("config")
     before, now = (recorded if isinstance(recorded, dict) else {}), base.settings
     if differing := [key for key in (*before, *now) if before.get(key) != now.get(key)]:
@@ -442,7 +445,7 @@ def check_settings(base: AdapterBase, card: Mapping[str, Any], folder: Path) -> 
 
 _NAMES = [(key, name) for table in (PARAMETERS, EmbeddingAdapter.PARAMETERS) for name, (_, key) in table.items()]
 PARTS = {"base_layer.weight": "base", **dict(_NAMES), **{f"{key}.weight": name for key, name in _NAMES}}
-"""Parts of an adapter by the end of their names in files; some versions of PEFT append `.weight`."""
+"""The part of an adapter, by the end of its tensor's name in a file; some versions of PEFT append `.weight`."""
 
 
 def _group_tensors(folder: Path) -> dict[str, dict[str, LazyTensor]]:
@@ -498,7 +501,7 @@ def _check_complete(folder: Path, peft: PeftConfig, adapted: set[str], targets: 
 
 
 def _find_target(folder: Path, module: str, group: Weights, base: AdapterBase) -> Target:
-    """The target of a module in the file. Stacked experts are matched by shape, as PEFT's nesting varies."""
+    """The target that `module` names in the file. Stacked experts are found by shape, as PEFT's nesting varies."""
     path = module.removeprefix(PREFIX)
     if (plain := base.targets.get(f"{path}.weight")) is not None:
         return plain

@@ -1,7 +1,8 @@
 """The layout of adapters in PEFT's files. https://huggingface.co/docs/peft/developer_guides/checkpoint
 
 One tensor of a checkpoint may correspond to several modules: GPT-2's c_attn is q, k and v concatenated, and recent
-files stack all experts of a layer. A *target* is a tensor of the base model's checkpoint, with its modules.
+files stack all experts of a layer. A *target* is a tensor of the base model's checkpoint, with the modules that it
+corresponds to.
 """
 
 # Shapes: I inputs, O outputs, R rank, E experts.
@@ -37,9 +38,10 @@ class Factors:
 
 @dataclass(frozen=True)
 class Target:
-    """A base weight, by its Hugging Face name. `rows` has the weight's modules, one row per expert if `stacked`.
+    """The base's tensor `weight` (a Hugging Face name). `rows` has the names of the modules whose weights this
+    tensor contains, one row per expert if `stacked`.
 
-    `load` and `save` convert the layout of the weight, as in `Name`.
+    As in `Name`, `load` converts the layout of the files to the modules' layout, and `save` converts it back.
     """
 
     weight: str
@@ -139,7 +141,8 @@ def _stack_row(parts: Sequence[Factors], scale: float) -> tuple[Tensor, Tensor]:
 
 
 def split_factors(target: Target, joined: Factors, modules: Mapping[str, nn.Module]) -> dict[str, Factors]:
-    """Factors of each module of a target, of limited rank; zero columns of `B` and their rows of `A` are dropped.
+    """Factors of each module of a target. Zero columns of `B` and the matching rows of `A` are dropped, and
+    `_limit_rank` is applied.
 
     `modules` has the base's modules by name. A module with a zero `B` and no `others` is omitted.
     """

@@ -1,7 +1,7 @@
 """Export a quantized model as a Hugging Face folder with packed weights in compressed-tensors' format.
 
-The `quantization_config` in config.json lists the layers of each scheme. transformers, vLLM and others read the
-folder.
+The `quantization_config` in config.json lists the quantization schemes, each with the names of its layers.
+transformers, vLLM and others read the folder.
 """
 
 # Shapes: I inputs, O outputs, G groups of a row.
@@ -83,7 +83,7 @@ def _packed(folder: Path, out: Path) -> Edit[str]:
 
 
 def _their_names(model: Decoder, described: Architecture, places: Iterable[str]) -> dict[str, str]:
-    """The modules' names in Hugging Face's files. Raises ValueError if a weight's layout differs there."""
+    """The modules' names in Hugging Face's files. Raises ValueError if they store a weight in another layout."""
     weights, names = dict(model.named_parameters()), {}
     conversions, _ = to_theirs(written_names(described.family, described.config), weights)
     alone = {c.sources[0]: c for c in conversions if len(c.sources) == 1}

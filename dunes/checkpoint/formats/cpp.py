@@ -1,4 +1,4 @@
-"""Write a folder from which a program without Python generates text or runs another network.
+"""Write a folder with which a program without Python generates text, or runs a network that is no language model.
 
 The folder has compiled code, weights, the tokenizer, and the sources of a library with a C interface. The code is
 the decoding step that `dunes compile` caches, or a network's forward compiled by AOTInductor. The code runs only
@@ -42,7 +42,7 @@ from dunes.units import format_bytes
 CARD, WEIGHTS, TABLES, FORMAT = "card.json", "weights.safetensors", "tokenizer.safetensors", 1
 SOURCES = Path(__file__).parent / "program"
 OF_TEXTS = "text."
-"""Prefix in names of weights that the prefill code needs in another dtype."""
+"""Prefix of the names of weights that only the prefill code uses, for example in another dtype."""
 MIN_CONTEXT, CHUNK = 8, 1 << 24
 MIX = [np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)]
 """Constants of the checksum, from https://prng.di.unimi.it/splitmix64.c"""
@@ -50,7 +50,7 @@ INSTRUCTIONS = re.compile(
     "(sse|ssse|avx|amx|fma|f16c|bmi|adx|aes|pclmul|vaes|vpclmul|gfni|sha|rdrand|rdseed|rdpid|movbe|movdir|popcnt|abm|"
     "cx16|clflush|clwb|cldemote|xsave|fsgsbase|lahf|3dnowprefetch|serialize|waitpkg|ptwrite|enqcmd|cmpccxadd).*"
 )
-"""Pattern for Linux's flags of x86 instruction sets that compilers may emit."""
+"""Pattern for Linux's names of the x86 instruction sets that compiled code may use."""
 UNSUPPORTED = (
     *("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"),
     *("byte_fallback", "ignore_merges"),
@@ -89,7 +89,7 @@ def export_native(
     dtype: torch.dtype | None = None,
     show: Callable[[str], None] = lambda line: None,
 ) -> str:
-    """Write the folder `out` with the model's compiled decoding steps; returns a line on the folder.
+    """Write the folder `out` with the model's compiled code for decoding; returns a line on the folder.
 
     `dtype` is passed to `compile_step`. `show` is called with a message before compilation. If the steps are not
     cached, compilation takes two to five minutes. Raises ValueError, before any work, if `out` exists or no C++
@@ -290,9 +290,9 @@ def encoding_tables(tokenizer: Tokenizer) -> dict[str, NDArray[Any]] | None:
     """The tables of a tokenizer of bytes, byte pairs or characters; None for any other tokenizer.
 
     `bytes` (N,) has the bytes of all tokens, one after another; `ends` (V,) has the end of each token in `bytes`.
-    A row of `first` (N, 2) is a byte or character and its id; a character is the big-endian number of its UTF-8
-    bytes. A row of `merges` (N, 3) is two ids and the id that they merge into; merges learned first come first.
-    `characters` exists only in the tables of a character tokenizer.
+    A row of `first` (N, 2) is a byte or character and its id; for a character, the UTF-8 bytes are read as one
+    big-endian integer. A row of `merges` (N, 3) is two ids and the id that they merge into; merges learned first
+    come first. `characters` exists only in the tables of a character tokenizer.
     """
     content = json.loads(tokenizer.json())
     plain = content["normalizer"] is None and all(token["special"] for token in content["added_tokens"])

@@ -57,7 +57,7 @@ DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 BLOCK = 32
 """Number of elements in a block of the quantized types."""
 FREQUENCIES = "rope_freqs.weight"
-"""Name of the tensor that divides the rotary frequencies in LLaMA 3's scaling."""
+"""Name of the tensor with the divisors of the rotary frequencies in LLaMA 3's scaling."""
 
 KEYS = {
     "num_hidden_layers": "block_count",
@@ -87,9 +87,9 @@ ROPE_KEYS = (
     *("rope.dimension_count", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor"),
     *("rope.scaling.original_context_length", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
 )
-"""Further keys that are read for all architectures except gpt2."""
+"""Metadata keys on the rotary embedding, which are read for all architectures except gpt2."""
 UNUSED = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "pooling_type")
-"""Keys without effect on the logits."""
+"""Metadata keys that do not affect the logits."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("attention.causal", "expert_weights_norm"), (True,)),
     **dict.fromkeys(("logit_scale", "embedding_scale", "residual_scale", "expert_weights_scale"), (0.0, 1.0)),
@@ -101,7 +101,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("expert_shared_count", "expert_shared_feed_forward_length"), (0,)),
     **dict.fromkeys(("use_parallel_residual", "swin_norm", "rope.scaling.yarn_log_multiplier"), (0,)),
 }
-"""Permitted values of further keys; 0 turns a feature off."""
+"""Permitted values of metadata keys that are not read, such as 0 for a feature that is off."""
 
 
 def write(
@@ -294,9 +294,9 @@ def _frequencies(model: Architecture) -> dict[str, LazyTensor]:
 
 
 def tensors(path: Path) -> dict[str, LazyTensor]:
-    """Tensors of a GGUF file, which may have several parts; quantized tensors become float32 when read.
+    """Tensors of a GGUF model, which may be split into several files; quantized tensors become float32 when read.
 
-    Raises ValueError for an unsafe or duplicate name, an unknown type, and a tensor that is not within the file.
+    Raises ValueError for an unsafe or duplicate name, an unknown type, and a tensor that exceeds the file.
     """
     files, infos = dict[str, LazyTensor](), read_header(path).tensors
     mapped = {part: MappedFile(part) for part in {info.path for info in infos}}
@@ -410,7 +410,7 @@ def _rope_scaling(hf: Mapping[str, Any], known: Mapping[str, Any], files: Weight
 
 
 def _llama3(hf: Mapping[str, Any], width: int, length: int, divisors: Tensor) -> dict[str, Any]:
-    """LLaMA 3's scaling with the usual bounds 1 and 4. Raises ValueError if `divisors` do not match."""
+    """LLaMA 3's `rope_scaling` with the frequency factors 1 and 4. Raises ValueError if it has other divisors."""
     scaling, base = Llama3(float(divisors.max()), 1.0, 4.0, length), hf.get("rope_theta", 10_000.0)
     cpu = torch.device("cpu")
     expected = base_frequencies(width, base, cpu) / scaling.inverse_frequencies(width, base, cpu)

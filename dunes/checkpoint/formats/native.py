@@ -28,8 +28,8 @@ KNOWN = (
     *("sliding_window", "_sliding_window"),
     *("use_scaled_rope", "rope_scaling_factor", "rope_high_freq_factor", "moe", "max_batch_size"),
 )
-"""Supported keys; `max_batch_size` does not affect the model. All other keys are refused, since they may affect
-it.
+"""Supported keys; `max_batch_size` does not affect the model. Keys that are neither here nor in DEFAULTS are
+refused if their values are truthy.
 """
 DEFAULTS = {"model_type": "transformer", "causal": True, "use_biases": False}
 """Keys that are accepted only with these values."""
@@ -108,7 +108,7 @@ def _hidden(p: Mapping[str, Any]) -> int:
 
 
 def _window(p: Mapping[str, Any]) -> int | None:
-    """The sliding window, or None. The file has a number, a string, or a list of equal numbers, one per layer."""
+    """The sliding window, or None. params.json has a number, a string, or the same number for each layer."""
     window = p.get("sliding_window", p.get("_sliding_window"))
     if isinstance(window, list):
         if len(set(map(str, window))) != 1:
@@ -121,7 +121,7 @@ def _window(p: Mapping[str, Any]) -> int | None:
 def _rope_theta(p: Mapping[str, Any], mistral: bool, window: int | None, notes: list[str]) -> float:
     if "rope_theta" in p:
         return number(p, "rope_theta")
-    # The default was 10,000 in Mistral's first release, and is 1,000,000 in its present code.
+    # Without `rope_theta`, Mistral's first release used 10,000; its present code uses 1,000,000.
     theta = 1e6 if mistral and window is None else 1e4
     notes.append(f"{PARAMS} has no rope_theta: assumed {theta:,.0f}")
     return theta
@@ -177,8 +177,8 @@ def _mlp(theirs: str, ours: str) -> Names:
 
 
 def _experts(count: int) -> Names:
-    """Names of experts, which are separate in mistral-inference, and stacked with w2 transposed in Mixtral's first
-    release.
+    """Names of experts' weights. In mistral-inference, experts are separate; in Mixtral's first release, they are
+    stacked, and w2 is transposed.
     """
     stacked = []
     for w, part in MATRICES.items():
@@ -245,7 +245,7 @@ def open_folder(
 
 
 def _consolidated(folder: Path) -> list[dict[str, LazyTensor]]:
-    """Tensors of each native file, in order. Raises ValueError if a file is missing."""
+    """Tensors of each consolidated.* file, in order. Raises ValueError if a file is missing."""
     if (files := find_weights(folder, "consolidated.safetensors")) is not None:
         return [files]
     paths = sorted([*folder.glob("consolidated.*.pth"), *folder.glob("consolidated.*.pt")])

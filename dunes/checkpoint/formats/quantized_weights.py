@@ -7,9 +7,9 @@ byte, decoded by `nested_absmax`, `nested_quant_map` and an offset.
 https://github.com/bitsandbytes-foundation/bitsandbytes
 
 compressed-tensors: `pack-quantized` stores `X.weight_packed` (int32: the codes of a row, lowest bit first),
-`X.weight_scale` (one for each row and group), `X.weight_zero_point` (packed along the rows, unless symmetric) and
-`X.weight_shape`. `int-quantized` stores `X.weight` (int8) and `X.weight_scale` (one for each row).
-https://github.com/vllm-project/compressed-tensors
+`X.weight_scale` (one for each row and group), `X.weight_zero_point` (packed along the rows; missing if
+quantization is symmetric) and `X.weight_shape`. `int-quantized` stores `X.weight` (int8) and `X.weight_scale` (one
+for each row). https://github.com/vllm-project/compressed-tensors
 
 MXFP4 (gpt-oss): `X.P_blocks` (E, O, G, 16) stacks the codes of all experts, two floats of four bits in a byte, the
 lower bits first. `X.P_scales` (E, O, G) has the exponent of a power of two, plus 127, for each 32 codes.
@@ -50,14 +50,14 @@ NAME = "compressed-tensors"
 FORMAT, INT_FORMAT, MIXED = "pack-quantized", "int-quantized", "mixed-precision"
 PACKED = "weight_packed"
 BITS = (4, 8)
-"""Bits per code for which readers of compressed-tensors have kernels."""
+"""Supported bits per code, for which other programs that read compressed-tensors have kernels."""
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4 = (*_MAGNITUDES, *(-x for x in _MAGNITUDES))
 """Floats of four bits (E2M1) by their codes."""
 GPTQ_BITS = (2, 4, 8)
 """Supported bits per code. 3 bits are not supported, since GPTQModel has two layouts for them."""
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Positions of the codes of 8 successive outputs in a word."""
+"""For each of 8 successive outputs, the position of its code in a word."""
 
 
 def dense_weights(files: Weights, quantization: Any, config: Path) -> dict[str, LazyTensor]:
@@ -140,8 +140,8 @@ def _dense_blocks(parts: Weights, state: Mapping[str, Any], origin: str) -> Lazy
 
 
 def _scaled(levels: Tensor, codes: Tensor, scale: Tensor, block: int) -> Tensor:
-    """Dequantize codes (N,) to float32: each code's level times the scale (B,) of the code's block of `block`
-    codes.
+    """Dequantize codes (N,) to float32. A value is the code's level, times the scale of its block of `block`
+    codes; `scale` (B,) has a scale for each block.
     """
     blocks = F.pad(levels.float()[codes.int()], (0, -len(codes) % block)).view(-1, block)
     return (blocks * scale.float()[:, None]).flatten()[: len(codes)]
@@ -254,7 +254,9 @@ def _words(files: Weights, dense: Callable[[Weights, str], LazyTensor], config: 
 
 
 def _part(parts: Weights, name: str, origin: str, *shape: int | None) -> LazyTensor:
-    """The part `name`, which must have this shape (None: any size); `scales` must be floats, other parts int32."""
+    """The part `name`. Raises ValueError unless it has this shape (None: any size) and is int32, or floats for
+    `scales`.
+    """
     dtypes, part = FLOATS if name == "scales" else (torch.int32,), parts.get(name)
     if part is not None and part.dtype in dtypes and len(part.shape) == len(shape):
         wrong = [size for size, actual in zip(shape, part.shape, strict=True) if size not in (None, actual)]
@@ -277,7 +279,7 @@ def _gptq(bits: int, less_one: bool, sorted_inputs: bool, parts: Weights, origin
     columns = packed.shape[0] * 32 // bits
     index = _part(parts, "g_idx", origin, columns) if "g_idx" in parts or sorted_inputs else None
     if index is not None and not sorted_inputs and not index.read().any():
-        index = None  # exllamav2 and vLLM also ignore an index of zeros without sorted inputs
+        index = None  # as in exllamav2 and vLLM: zeros mean no index, unless inputs are sorted
     if index is None:
         _check_even(groups, columns, origin)
     else:

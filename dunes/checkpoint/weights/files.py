@@ -47,5 +47,5 @@ def indexed_tensors(index: Path) -> dict[str, LazyTensor]:
 
 
 def tensors(path: Path) -> dict[str, LazyTensor]:
-    """Tensors of one file: safetensors if the file has this suffix, else a pickle by `torch.save`."""
+    """Tensors of one file: safetensors if the file has this suffix, else a pickle written by `torch.save`."""
     return safetensors_file.tensors(path) if path.suffix == ".safetensors" else pickle_file.tensors(path)

@@ -55,7 +55,7 @@ def in_memory(tensors: Mapping[str, Tensor], origin: str = "memory") -> dict[str
 
 
 def renamed(conversions: Iterable[Conversion], weights: Weights) -> dict[str, LazyTensor]:
-    """Tensors by the conversions' target names, converted to the target layouts when they are read."""
+    """The tensors that the conversions make from `weights`, by their target names; a read converts the layout."""
     return {c.target: combine(c.make, [weights[source] for source in c.sources]) for c in conversions}
 
 
@@ -134,7 +134,7 @@ class MappedFile:
 
         `stride` counts elements; by default, the tensor is contiguous. Tensors that are not aligned to their item
         size are copied. Bool tensors are also copied, since a byte other than 0 and 1 is no valid bool in C++. The
-        caller has checked that the tensor lies within the file.
+        caller must check that the tensor lies within the file.
         """
         shape = tuple(shape)
         steps = torch.empty(shape, device="meta").stride() if stride is None else tuple(stride)
@@ -187,10 +187,10 @@ class MappedFile:
 
 @contextmanager
 def open_mapped(path: Path, remedy: str) -> Iterator[tuple[MappedFile, BinaryIO]]:
-    """Yield a mapped file, and the same file opened for reading. Raises ValueError if content and file name
-    disagree.
+    """Yield a mapped file, and the same file opened for reading. Raises ValueError if the file is a placeholder, a
+    web page or an unfinished download.
 
-    If the context raises ValueError, the message becomes one line for users that ends with the remedy.
+    The message of a ValueError inside the context becomes one line for users, which ends with `remedy`.
     """
     mapped = MappedFile(path)
     with mapped.open() as file:

@@ -23,7 +23,7 @@ from dunes.checkpoint.weights.safetensors_file import MAX_NAME_BYTES, MAX_TENSOR
 from dunes.units import plural
 
 # A tensor takes about 35 opcodes, 70 reads and 150 bytes. The limit on reads grows with the number of storages in
-# the archive, so that a small file fails early. The older format has a fixed limit: storages follow the pickle.
+# the archive, so that a small file fails early. The older format's limit is fixed: storages come afterwards.
 _MAX_READS, _READS_PER_FILE = 200_000, 128
 _MAX_READS_LEGACY = 600_000
 MAX_BYTES = 32 << 20
@@ -79,9 +79,9 @@ def tensors(path: Path) -> dict[str, LazyTensor]:
     """Tensors of a `torch.save` file in either of torch's two formats, by name, in the file's order.
 
     Keys of nested dicts are joined with dots. If the file has a dict "state_dict" or "model", only that dict's
-    tensors are returned, not the optimizer's tensors. Other values and tensors in lists are omitted. Tensors may
-    share storages, so that their `nbytes` may sum to more than the file's size. Raises ValueError, on one line,
-    for a damaged file and for any opcode or name that torch does not write for tensors.
+    tensors are returned, not the optimizer's tensors. Values that are no tensors are omitted, and so are tensors
+    in lists. Tensors may share storages, so that their `nbytes` may sum to more than the file's size. Raises
+    ValueError, on one line, for a damaged file and for any opcode or name that torch does not write for tensors.
     """
     with open_mapped(path, _REMEDY) as (mapped, file):
         content, places = (_read_zip if file.read(4) == b"PK\3\4" else _read_legacy)(file, mapped.size)
@@ -188,7 +188,7 @@ class _BoundedFile:
         return data
 
 
-class _Unpickler(pickle._Unpickler):  # the C version allocates any amount for a few bytes
+class _Unpickler(pickle._Unpickler):  # a few bytes make the C version allocate any amount
     """Reads the pickles of one file in order; `storages` has the storages that the pickles refer to, by key.
 
     Only numbers and strings are compared, hashed or printed, since n opcodes can build a value of 2^n parts.
@@ -216,7 +216,7 @@ class _Unpickler(pickle._Unpickler):  # the C version allocates any amount for a
         return value
 
     def find_class(self, module: str, name: str) -> object:
-        """The stand-in for a name. Raises ValueError if the name has no stand-in."""
+        """The stand-in for a name that a pickle imports. Raises ValueError if the name has no stand-in."""
         if (module, name) not in _STAND_INS:
             raise ValueError(f"its pickle imports {ascii(f'{module}.{name}')[1:-1]}")
         return _STAND_INS[module, name]
@@ -242,7 +242,7 @@ class _Unpickler(pickle._Unpickler):  # the C version allocates any amount for a
         self.stack.append(_Dict())
 
     def load_text(self) -> None:
-        """Read a string with a length of four bytes. Raises UnicodeEncodeError for lone surrogates."""
+        """Read a string whose length is stored in four bytes. Raises UnicodeEncodeError for lone surrogates."""
         super().load_binunicode()  # type: ignore[misc]
         self.stack[-1].encode()
 
@@ -261,7 +261,7 @@ class _Unpickler(pickle._Unpickler):  # the C version allocates any amount for a
 
 
 def _sizes(values: object) -> tuple[int, ...]:
-    """A tensor's sizes or strides. Raises ValueError unless all are non-negative integers, at most MAX_DIMS."""
+    """A tensor's sizes or strides. Raises ValueError unless they are at most MAX_DIMS non-negative integers."""
     if type(values) is not tuple or len(values) > MAX_DIMS:
         raise ValueError(f"a tensor's sizes or strides are not a tuple of at most {MAX_DIMS} integers")
     if not all(type(v) is int and v >= 0 for v in values):
@@ -346,7 +346,9 @@ _STAND_INS: dict[tuple[str, str], object] = {
 
 
 class _Bounded:
-    """Wraps a file to limit the size of a read, since zipfile trusts the size of the central directory."""
+    """Wraps a file to limit the size of a read, since zipfile trusts the archive about its central directory's
+    size.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.seek, self.tell, self.seekable = file, file.seek, file.tell, file.seekable
@@ -390,7 +392,7 @@ def entries(file: BinaryIO, size: int) -> dict[str, tuple[int, int]]:
 
 
 def _first_byte(file: BinaryIO, info: zipfile.ZipInfo) -> int:
-    """Offset of a file's data. Raises ValueError if the file's own header contradicts the central directory."""
+    """Offset of an archived file's data. Raises ValueError if the file's header contradicts the directory."""
     name = info.filename
     plain = info.orig_filename.isprintable() and "\\" not in name and len(name.encode()) <= 1024
     if not plain or any(part in ("", ".", "..") for part in info.orig_filename.split("/")):

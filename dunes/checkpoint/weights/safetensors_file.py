@@ -1,8 +1,8 @@
 """Read safetensors files as lazy tensors and write them tensor by tensor, so a model may be larger than memory.
 
 The safetensors library checks the header. This module reads the tensors' offsets itself, so that it can map a file
-larger than memory. It also requires unique printable names.
-The format: https://huggingface.co/docs/safetensors/index#format
+larger than memory. This module also requires unique printable names. The format:
+https://huggingface.co/docs/safetensors/index#format
 """
 
 import json
@@ -127,14 +127,14 @@ def write_tensors(folder: Path, weights: Weights, shard: int = SHARD) -> None:
 
 
 def write_file(path: Path, weights: Weights) -> None:
-    """Write the tensors into one file, reading one tensor at a time, as in `write_tensors`."""
+    """Write the tensors into one file; like `write_tensors`, reads and releases one tensor at a time."""
     with atomic.add_path_to_errors(path), path.open("wb") as file:
         for part in file_parts(weights):
             file.write(part)
 
 
 def file_parts(weights: Weights) -> Iterator[bytes | memoryview]:
-    """Yields the bytes of a file with these tensors."""
+    """Yield the bytes of a safetensors file with these tensors."""
     # Widest dtypes first, so that every tensor is aligned to its item size.
     order = sorted(weights, key=lambda k: (-weights[k].dtype.itemsize, k))
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
