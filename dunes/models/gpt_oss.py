@@ -71,7 +71,7 @@ def from_hf(hf: dict[str, Any]) -> Config:
 
 def to_hf(config: Config) -> dict[str, Any]:
     """Convert a Config to the content of a Hugging Face config.json."""
-    # If the file has no rope_scaling, transformers 4 uses the setting of the published models.
+    # Without rope_scaling in the file, transformers 4 would apply the YaRN scaling of the published models.
     hf = (
         {"rope_scaling": {"rope_type": "default"}}
         | llama.to_hf(config)

@@ -1,9 +1,9 @@
 """Checks that compare an operation with its reference: dtypes, gradients, layouts, sizes and compilation.
 
-A case in which the reference raises an error is skipped. The operation's error may be a few rounding errors, or a
-few times the reference's error in the same dtype at the inputs or at slightly changed inputs. All errors are
-relative to the reference in float64 (in float32 on Apple's GPU, which has no float64). Every call starts with
-equal seeds.
+A case in which the reference raises an error is skipped. All errors are relative to the reference in float64 (in
+float32 on Apple's GPU, which has no float64). The operation's error may be as large as a few roundings, or a few
+times the error of the reference in the operation's dtype, at these inputs or at slightly changed ones. Every call
+starts with the same seed.
 """
 
 import math
@@ -70,7 +70,7 @@ def check(
 
     Gradients are checked for inputs that require a gradient (`requires_grad_()`). `op` is an `Operation`, an
     operator of `torch.library.custom_op`, or any function; operators and functions need a `reference`. `backend`
-    is passed to torch.compile. Each time is measured for `seconds`; with 0, no times are measured.
+    is passed to torch.compile. Each timing takes `seconds`; with 0, nothing is timed.
 
     If a check fails, the report is printed, and a ValueError with the name of the first failed check is raised.
     """
@@ -99,7 +99,7 @@ def check(
 
 
 def _attempt(row: str, plain_case: "Case", wrong: Sequence[str]) -> Check:
-    """Check the cases of a row until a case fails. Modes in `wrong` are skipped, since their own checks failed."""
+    """Check the cases of `row` until a case fails; dtype modes in `wrong`, whose own rows failed, are skipped."""
     (cases, modes), case = ROWS[row], plain_case
     results: list[Any] = ["there is no such input"]
     try:
