@@ -25,7 +25,7 @@ from dunes import measure
 from dunes.ops.operation import without_autocast
 
 MIN_TOKENS = 128
-"""Fewest tokens for float32 products; with 64, the gain equals the cost of conversion (10M, 124M parameters)."""
+"""Minimum number of tokens for float32 products; with 64, converting the weights takes the time that is saved."""
 PANELS, NARROWEST = 8, 256  # number of panels of the Gram matrix, and minimum rows of a panel
 
 
@@ -41,7 +41,7 @@ def multiplies_in_float32(weight: Tensor, tokens: int) -> bool:
 
 
 _recorded: list[bool] = []
-"""The choice of a recorded run while that run is repeated; otherwise empty."""
+"""The result of `float32_is_faster` in a recorded run, while that run is repeated; otherwise empty."""
 
 
 def repeat_choice(faster: bool | None) -> None:

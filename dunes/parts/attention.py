@@ -72,17 +72,17 @@ class Attention(nn.Module):
 
     @property
     def head_count(self) -> int:
-        """Number of heads of queries."""
+        """Number of query heads."""
         return self.q.out_features // self.head_dim
 
     @property
     def kv_head_count(self) -> int:
-        """Number of heads of keys and values."""
+        """Number of key/value heads."""
         return self.k.out_features // self.head_dim
 
     @property
     def cache_width(self) -> int:
-        """Number of elements per token in the cache."""
+        """Number of elements per token in this layer's cache."""
         return self.k.out_features + self.v.out_features
 
     @property

@@ -71,7 +71,7 @@ class RecurrentCache(Cache):
             self._save()
 
     def _save(self) -> None:
-        """Make a snapshot of each row that has read INTERVAL tokens since its last snapshot."""
+        """Make a snapshot of each row with INTERVAL or more tokens since its last snapshot."""
         rows, due = torch.arange(self.batch, device=self.length.device), self.unsaved >= INTERVAL
         pairs = [*zip(self.states, self.snapshots, strict=True), (self.length, self.snapshot_lengths)]
         for state, snapshots in pairs:
