@@ -1,8 +1,8 @@
 """Model architectures, one file each, with their weight names and configs in Hugging Face format.
 
 Each family's file defines Config, build(config), read(model, context_length), from_hf, to_hf and NAMES. It may
-also define ALIASES (weight names that are read but not written), IGNORED_NAMES (tensors in checkpoint files that
-are not weights) and refusal(config) (the reason why transformers does not run the model). Start with
+also define ALIASES, weight names that are read but not written; IGNORED_NAMES, tensors in checkpoint files that
+are not weights; and refusal(config), the reason why transformers does not run the model. Start with
 `llama.Config`, `llama.build` and `initialise.initialise`. `FAMILIES` is the table of all families by name.
 """
 
@@ -23,7 +23,7 @@ FAMILIES: dict[str, ModuleType] = {name: import_module(f"{__name__}.{name}") for
 
 
 def family_of(hf: Mapping[str, Any]) -> str:
-    """The name of the model family that a config.json is for. Raises ValueError for an unknown model_type."""
+    """The name of the model family that a config.json describes. Raises ValueError for an unknown model_type."""
     family = hf.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise ValueError(f"config.json: model_type {str(family)[:60]!r} is not one of {', '.join(FAMILIES)}")

@@ -219,7 +219,7 @@ def to_hf(config: Config) -> dict[str, Any]:
 
 
 def refusal(config: Config) -> str:
-    """The reason why transformers refuses this config, or "": some families require that `heads` divides `dim`."""
+    """The reason why transformers refuses this config, or "". In some families, `heads` must divide `dim`."""
     width, heads = config.dim, config.heads
     reason = f"hidden_size is {width}, which is not divisible by num_attention_heads, {heads}"
     return reason if width % heads else ""

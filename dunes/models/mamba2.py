@@ -21,7 +21,7 @@ BLOCK_SIZE = 7
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Sizes of a Mamba-2, as in `Mamba2`. `context_length` is the length in training; texts may be longer."""
+    """Sizes of a Mamba-2 model; see `Mamba2`. `context_length` is the length in training; texts may be longer."""
 
     vocab: int
     dim: int

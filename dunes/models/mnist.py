@@ -17,7 +17,7 @@ STD = 78.6
 class Normalize(nn.Module):
     """Converts images (B, 28, 28) with pixels from 0 to 255 to float32, with mean 0 and standard deviation 1.
 
-    Since it is part of the model, a data set can stay uint8, whose batches have a quarter of the bytes of float32.
+    A model that starts with this layer accepts uint8, so that batches have a quarter of the bytes of float32.
     Raises ValueError for other shapes.
     """
 

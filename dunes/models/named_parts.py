@@ -1,8 +1,8 @@
 """A model from named parts: the default model of `dunes train`, with some of its parts replaced.
 
-`dunes train --parts mlp=gated position=alibi` trains such a model, and `benchmarks/parts.py` measures the gain of
-a part. `flags.PARTS` maps the names of parts to choices; the first choice is the default. To use a part of your
-own, write a function like `build` in a file `mine.py`, and train with `--parts mine.py:build`.
+`dunes train --parts mlp=gated position=alibi` trains such a model, and `benchmarks/parts.py` compares parts by
+validation loss. `flags.PARTS` maps the names of parts to choices; the first choice is the default. To use a part
+of your own, write a function like `build` in a file `mine.py`, and train with `--parts mine.py:build`.
 """
 
 from collections.abc import Callable

@@ -100,10 +100,9 @@ def build(config: Config) -> Decoder:
 
 
 def read(model: Any, context_length: int) -> Config:
-    """The Config of a built model. If it has no attention or no GatedDeltaNet, the sizes of the missing one are
-    from `from_size`.
+    """The Config of a built model. Raises AttributeError if the model lacks an expected part.
 
-    Raises AttributeError if the model lacks an expected part.
+    If a model has no attention or no GatedDeltaNet, the sizes of the missing one are from `from_size`.
     """
     attns, moe = [block.attn for block in model.blocks], model.blocks[0].mlp
     recurrent = tuple(isinstance(attn, GatedDeltaNet) for attn in attns)

@@ -17,7 +17,7 @@ from dunes.parts.position import PartialRotary
 
 @dataclass(frozen=True, kw_only=True)
 class Config(llama.Config):
-    """LLaMA's config; `rotary_dim` dimensions of each head are rotated, and `out` never has a bias."""
+    """LLaMA's config; `rotary_dim` dimensions of each head are rotated, and attention's `out` never has a bias."""
 
     rotary_dim: int
 

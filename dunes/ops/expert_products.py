@@ -1,4 +1,4 @@
-"""Mixture of experts: each token is routed to a few of many MLPs and gets their weighted sum.
+"""Mixture of experts: each token is routed to a few of many MLPs and gets the weighted sum of their outputs.
 
 `plain` and `grouped` compute the same function. `plain` calls each expert (any module) with its tokens. `grouped`
 sorts the tokens by expert and makes three grouped matrix products (gate, up and down), each for all experts at

@@ -25,7 +25,7 @@ def recurrence(
     beta: Tensor | None = None,
     documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The outputs (B, H, T, V) and the last state, in the faster of the two forms.
+    """The outputs (B, H, T, V) and the last state, computed by the faster of `plain` and `chunked`.
 
     `q` and `k` are (B, H, T, K), `v` (B, H, T, V), `log_decay` (at most 0) and `beta` (B, H, T), `state` (B, H, K,
     V), all of one dtype, float32 or wider. `documents` (B or 1, T) contains, for each token, the number of its
@@ -43,7 +43,7 @@ def plain(
     beta: Tensor | None = None,
     documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`recurrence`, one token after another."""
+    """The results of `recurrence`, computed one token after another."""
     decay, outputs = log_decay.exp(), []
     if documents is not None:
         decay = decay * (documents.diff(dim=1, prepend=documents[:, :1]) == 0)[:, None]
@@ -65,7 +65,8 @@ def chunked(
     beta: Tensor | None = None,
     documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`recurrence`, computed in chunks; a triangular system gives the delta rule's updates inside a chunk."""
+    """The results of `recurrence`, by chunks; a triangular system gives the delta rule's updates inside a
+    chunk."""
     length = v.shape[2]
     size = min(CHUNK, length)
     extra = -length % size

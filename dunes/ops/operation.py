@@ -155,7 +155,7 @@ class Saved:
 
     @classmethod
     def of(cls, op: Operation) -> "Saved":
-        """Made from the parameter names of the operation's backward. Raises ValueError for an unknown name."""
+        """The `Saved` for the operation's backward. Raises ValueError for an unknown parameter name."""
         backward = op.backward.forward if isinstance(op.backward, Operation) else op.backward
         assert backward is not None
         parameters = list(inspect.signature(backward).parameters)
@@ -253,7 +253,7 @@ def _eager_function(op: Operation) -> type[torch.autograd.Function]:
 def once_differentiable(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a backward so that it records no graph and second derivatives raise ValueError.
 
-    With torch's `once_differentiable`, these are silently wrong if the incoming gradient is constant.
+    With torch's `once_differentiable`, second derivatives are silently wrong for a constant incoming gradient.
     """
 
     def once(ctx: Any, *grads: Tensor) -> Any:

@@ -215,7 +215,7 @@ class MoE(nn.Module):
 
 
 def check_groups(experts: int, top_k: int, groups: int, top_groups: int, place: str = "") -> None:
-    """Raise ValueError unless groups have equal sizes (>= 2 if several) and the chosen ones >= `top_k` experts.
+    """Raise ValueError unless groups have one size (>= 2 if several) and the chosen ones have >= `top_k` experts.
 
     The message starts with `place`.
     """

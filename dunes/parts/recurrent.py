@@ -158,7 +158,7 @@ class GatedDeltaNet(nn.Module):
 
     @property
     def added_products(self) -> list[tuple[int, int]]:
-        """Sizes (inputs, outputs) of matrix products per token in training, without linear layers."""
+        """Sizes (inputs, outputs) of matrix products per token in training, except those of linear layers."""
         return _products(self.heads, self.key_dim, self.value_dim, delta=True)
 
     def forward(self, x: Tensor, ctx: ForwardContext | None = None, layer: int = 0) -> Tensor:
@@ -231,7 +231,7 @@ class Mamba2(nn.Module):
 
     @property
     def added_products(self) -> list[tuple[int, int]]:
-        """Sizes (inputs, outputs) of matrix products per token in training, without linear layers."""
+        """Sizes (inputs, outputs) of matrix products per token in training, except those of linear layers."""
         return _products(self.heads, self.state_dim, self.head_dim)
 
     def forward(self, x: Tensor, ctx: ForwardContext | None = None, layer: int = 0) -> Tensor:

@@ -39,7 +39,7 @@ class RecurrentCache(Cache):
         self._layers: dict[int, int] = {}
 
     def state(self, name: Hashable, initial: Tensor) -> Tensor:
-        """The state (B, ...) of this name, to be changed in place; at first a copy of `initial`, which is zero."""
+        """The state (B, ...) called `name`, to be changed in place; at first a copy of `initial` (zeros)."""
         number = self._numbers.setdefault(name, len(self.states))
         if number == len(self.states):
             self.states.append(initial.clone())
