@@ -117,7 +117,7 @@ def layer_windows(hf: Json, windowed: Sequence[bool]) -> tuple[int | None, ...]:
 def layer_windows_to_hf(windows: Sequence[int | None], context_length: int) -> dict[str, Any]:
     """The inverse of `layer_windows`. Raises ValueError for windows of several sizes.
 
-    If no layer has a window, `sliding_window` is the context length, since transformers builds its mask anyway.
+    If no layer has a window, `sliding_window` is the context length, since transformers needs a number.
     """
     if len(sizes := {w for w in windows if w is not None}) > 1:
         raise ValueError(f"config.json cannot express windows of several sizes: {sorted(sizes)}")

@@ -39,7 +39,7 @@ class Config(llama.Config):
 
     @classmethod
     def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
-        """A config of this width and depth for training from scratch; windows are half the context."""
+        """A config of this width and depth for training from scratch; windows are half the context length."""
         base = vars(llama.Config.from_size(vocab, dim, depth, context_length))
         windows = tuple(None if i % 2 else max(1, context_length // 2) for i in range(depth))
         return cls(**base, windows=windows, query_scalar=base["head_dim"])

@@ -133,8 +133,10 @@ def _limits(hf: dict[str, Any]) -> tuple[float, float]:
 
 
 def to_hf(config: Config) -> dict[str, Any]:
-    """Convert a Config to the content of a Hugging Face config.json. Raises ValueError for a fractional
-    `expand`."""
+    """Convert a Config to the content of a Hugging Face config.json.
+
+    Raises ValueError unless `heads * head_dim` is a multiple of `dim`, since the key `expand` is an integer.
+    """
     expand, rest = divmod(config.heads * config.head_dim, config.dim)
     if rest:
         raise ValueError(

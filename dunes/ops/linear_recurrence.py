@@ -65,8 +65,7 @@ def chunked(
     beta: Tensor | None = None,
     documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The results of `recurrence`, by chunks; a triangular system gives the delta rule's updates inside a
-    chunk."""
+    """The results of `recurrence`, by chunks; a triangular system gives the delta rule's updates in a chunk."""
     length = v.shape[2]
     size = min(CHUNK, length)
     extra = -length % size

@@ -35,7 +35,7 @@ calls.
 """
 
 CAUSAL_BLOCK = 512
-"""Queries per block in `causal_attention`."""
+"""Queries per block in `causal_attention` and in `ForwardContext.attend_scored`."""
 
 PLAIN_BLOCK, LONGEST_PLAIN = 256, 512  # of `plain`: queries per block; maximum keys, since all scores are saved
 
