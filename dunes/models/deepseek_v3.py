@@ -1,4 +1,4 @@
-"""DeepSeek V3: latent attention; a few dense layers, then mixtures with sigmoid routing and a shared expert.
+"""DeepSeek V3: latent attention; a few dense MLPs, then experts with sigmoid routing and a shared expert.
 
 https://arxiv.org/abs/2412.19437
 """
@@ -25,7 +25,7 @@ class Config(llama.Config):
     `kv_rank`, `q_rank` and `value_dim` are arguments of `LatentAttention`. The first `dense` layers have MLPs of
     width `dense_hidden`. Later layers have `experts` of width `hidden`, and a shared expert that is `shared` times
     as wide; `factor`, `groups`, `top_groups`, `renormalise` and `balance` are arguments of `MoE`. With `adjacent`,
-    adjacent dimensions are rotated together. With `mscale`, scores are multiplied by the square of
+    rotary positions rotate pairs of adjacent dimensions. With `mscale`, scores are multiplied by the square of
     `yarn_scale(scaling.factor, mscale)`.
     """
 
@@ -185,4 +185,4 @@ NAMES: Names = [
 ALIASES: Names = EXPERTS
 
 IGNORED_NAMES = (*llama.IGNORED_NAMES, "model.layers.{depth}.**")
-"""The last pattern matches the published layer for multi-token prediction."""
+"""LLaMA's ignored names, and those of the published layer for multi-token prediction after the last block."""

@@ -29,7 +29,7 @@ class Config(gemma2.Config):
 
     @classmethod
     def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
-        """A config of this width and depth for training from scratch; windows are half the context."""
+        """A config of this width and depth for training from scratch; windows are half the context length."""
         config = super().from_size(vocab, dim, depth, context_length)
         windows = tuple(max(1, context_length // 2) if (i + 1) % min(6, depth) else None for i in range(depth))
         return replace(config, softcap=None, logit_softcap=None, windows=windows)

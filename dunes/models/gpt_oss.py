@@ -29,7 +29,8 @@ class Config(llama.Config):
 
     @classmethod
     def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
-        """A config for training from scratch; windows are half the context, and experts have Mixtral's width."""
+        """A config for training from scratch; windows are half the context length, experts as wide as
+        Mixtral's."""
         base = vars(llama.Config.from_size(vocab, dim, depth, context_length))
         base |= {"hidden": expert_width(dim, cls.experts), "attention_bias": True, "mlp_bias": True}
         return cls(**base, windows=tuple(None if i % 2 else max(1, context_length // 2) for i in range(depth)))
@@ -71,7 +72,7 @@ def from_hf(hf: dict[str, Any]) -> Config:
 
 def to_hf(config: Config) -> dict[str, Any]:
     """Convert a Config to the content of a Hugging Face config.json."""
-    # If the file has no rope_scaling, transformers 4 uses the setting of the published models.
+    # Without rope_scaling in the file, transformers 4 would apply the YaRN scaling of the published models.
     hf = (
         {"rope_scaling": {"rope_type": "default"}}
         | llama.to_hf(config)
@@ -109,4 +110,4 @@ NAMES: Names = [
     name(f"{_MOE}.experts.down_proj_bias", f"{_OURS}.down.bias"),
 ]
 ALIASES: Names = _experts(f"{_MOE}.experts.{{e}}")
-"""Names of the experts in published files, in MXFP4 (read by `checkpoint/formats/quantized_weights.py`)."""
+"""Names of the experts' MXFP4 weights in published files (read by `checkpoint/formats/quantized_weights.py`)."""

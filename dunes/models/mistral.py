@@ -26,7 +26,7 @@ class Config(llama.Config):
 
     @classmethod
     def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
-        """A config of this width and depth for training from scratch; the window is half the context."""
+        """A config of this width and depth for training from scratch; the window is half the context length."""
         return replace(super().from_size(vocab, dim, depth, context_length), window=max(1, context_length // 2))
 
 

@@ -34,8 +34,8 @@ __all__ = ["ALIASES", "IGNORED_NAMES", "NAMES", "Config", "build", "from_hf", "r
 class Config(qwen3_moe.Config):
     """Qwen3-MoE's config; attention rotates `rotary_dim` dimensions of each head, and has no biases.
 
-    In place of attention, `recurrent` layers have a `GatedDeltaNet` with `value_heads`, `key_heads`, `value_dim`,
-    `key_dim` and a convolution of `width` tokens. `shared_hidden` is the width of the shared expert.
+    A layer with True in `recurrent` has, in place of attention, a `GatedDeltaNet` with `value_heads`, `key_heads`,
+    `value_dim`, `key_dim` and a convolution of `width` tokens. `shared_hidden` is the width of the shared expert.
     """
 
     rotary_dim: int
@@ -49,7 +49,8 @@ class Config(qwen3_moe.Config):
 
     @classmethod
     def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
-        """A config for training from scratch, like Qwen3-MoE's. If the number of heads is even, two share keys.
+        """A config for training from scratch, like Qwen3-MoE's. If the number of heads is even, every two heads
+        share keys.
 
         Every fourth layer and the last layer have attention.
         """
@@ -99,9 +100,9 @@ def build(config: Config) -> Decoder:
 
 
 def read(model: Any, context_length: int) -> Config:
-    """The Config of a built model; sizes of a kind of layer that the model lacks are from `from_size`.
+    """The Config of a built model. Raises AttributeError if the model lacks an expected part.
 
-    Raises AttributeError if the model lacks an expected part.
+    If a model has no attention or no GatedDeltaNet, the sizes of the missing one are from `from_size`.
     """
     attns, moe = [block.attn for block in model.blocks], model.blocks[0].mlp
     recurrent = tuple(isinstance(attn, GatedDeltaNet) for attn in attns)

@@ -1,9 +1,9 @@
 """Checks that compare an operation with its reference: dtypes, gradients, layouts, sizes and compilation.
 
-A case in which the reference raises an error is skipped. The operation's error may be a few rounding errors, or a
-few times the reference's error in the same dtype at the inputs or at slightly changed inputs. All errors are
-relative to the reference in float64 (in float32 on Apple's GPU, which has no float64). Every call starts with
-equal seeds.
+A case in which the reference raises an error is skipped. All errors are relative to the reference in float64 (in
+float32 on Apple's GPU, which has no float64). The operation's error may be as large as a few rounding errors, or a
+few times the error of the reference in the operation's dtype, at these inputs or at slightly changed ones. Every
+call starts with the same seed.
 """
 
 import math
@@ -34,7 +34,7 @@ Check = namedtuple("Check", "name result detail")
 Times = namedtuple("Times", "form reference operation")  # median seconds of a call
 
 SLACK, ROUNDINGS = 4, 4  # permitted errors, as multiples of the reference's error and of a rounding error
-SMALL = 1 / 2  # errors are divided by a tensor's largest number, at least by SMALL times all tensors' largest
+SMALL = 1 / 2  # errors are relative to the tensor's largest number, or to SMALL times a larger tensor's
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OUTPUTS = {"": slice(None), " of the first output alone": slice(1), " of the last output alone": slice(-1, None)}
@@ -70,7 +70,7 @@ def check(
 
     Gradients are checked for inputs that require a gradient (`requires_grad_()`). `op` is an `Operation`, an
     operator of `torch.library.custom_op`, or any function; operators and functions need a `reference`. `backend`
-    is passed to torch.compile. Each time is measured for `seconds`; with 0, no times are measured.
+    is passed to torch.compile. Each timing takes `seconds`; with 0, nothing is timed.
 
     If a check fails, the report is printed, and a ValueError with the name of the first failed check is raised.
     """
@@ -99,7 +99,7 @@ def check(
 
 
 def _attempt(row: str, plain_case: "Case", wrong: Sequence[str]) -> Check:
-    """Check the cases of a row until a case fails. Modes in `wrong` are skipped, since their own checks failed."""
+    """Check the cases of `row` until a case fails; dtype modes in `wrong`, whose own rows failed, are skipped."""
     (cases, modes), case = ROWS[row], plain_case
     results: list[Any] = ["there is no such input"]
     try:
@@ -224,8 +224,7 @@ def _describe(name: str, y: Tensor | None) -> str:
 def _compare(c: Case) -> tuple[float, float] | str:
     """The numerical errors of operation and reference, or the message if one of them raises an allowed exception.
 
-    Raises ValueError if the results differ too much. Exceptions of the operation that are not allowed are raised,
-    too.
+    Raises ValueError if the results differ too much. Any other exception of the operation is raised, too.
     """
     try:
         reference = _evaluate(c.reference, c)
@@ -281,7 +280,7 @@ def _nearby(c: Case, name: str, exact: Any) -> float:
 def _errors(own: Any, reference: Any, exact: Any, c: Case) -> Iterator[tuple[str, float, float, str]]:
     """For each tensor: its name, the largest errors of operation and reference, and the worst value as text.
 
-    Errors are measured over finite numbers. Raises ValueError for a wrong inf or NaN.
+    Only finite numbers count. Raises ValueError for a wrong inf or NaN.
     """
     exact = {name: y.detach() for name, y in exact.items()}
     sizes = {name: float(y.where(y.isfinite(), 0).abs().max()) if y.numel() else 0.0 for name, y in exact.items()}
@@ -340,8 +339,7 @@ def _variants(vary: Form, c: Case) -> Iterator[Case]:
 
 
 def _layouts(x: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Variants of x: slices of buffers filled with NaN, permuted dimensions, and first elements expanded to x's
-    shape."""
+    """x in a NaN-filled buffer, x with permuted dimensions in memory, and first slices of x expanded."""
     nan = torch.full_like(x, math.nan if x.is_floating_point() else 0)
     yield "one number behind the start of memory,", torch.cat([nan.flatten()[:1], x.flatten()])[1:].view(x.shape)
     yield "one number repeated in", x.flatten()[0].expand(x.shape)

@@ -22,7 +22,7 @@ from dunes.ops.operation import autocast_dtype, once_differentiable, without_aut
 IGNORE = -100
 """Target id of a position that does not count in the loss, as in PyTorch."""
 CHUNK = {"cpu": 1 << 21}  # logits per chunk that fit the cache
-MIN_TOKENS = 256  # minimum tokens per chunk; at most the head's width, to limit the memory of logits
+MIN_TOKENS = 256  # minimum tokens per chunk; the head's width if smaller, to limit the memory of logits
 LARGE_CHUNK = 1 << 28  # logits per chunk on GPUs, where launching a kernel costs more than memory
 
 
@@ -38,7 +38,7 @@ def fused(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     states may be inf or NaN.
     """
     needs_grad = [torch.is_grad_enabled() and t.requires_grad for t in (x, weight)]
-    # The first call of a custom operator takes a second.
+    # Eager calls avoid the custom operator, whose first call takes a second.
     apply: Any = linear_cross_entropy if torch.compiler.is_compiling() else _Fused.apply
     loss: Tensor = apply(x, weight, targets, autocast_dtype(x), *needs_grad)[0]
     return loss
@@ -47,8 +47,8 @@ def fused(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 def per_token(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """The cross entropy (N,) of each target, in float32 or wider; 0 for IGNORE. Arguments as in `fused`.
 
-    The gradient of a token depends on how its loss is used, so each chunk's logits are computed once more in the
-    backward pass.
+    Gradients depend on how each token's loss is used, so each chunk's logits are computed again in the backward
+    pass.
     """
     dtype = autocast_dtype(x)
 
@@ -133,7 +133,7 @@ class _Fused(torch.autograd.Function):
 
 
 def _chunk(x: Tensor, head: Tensor, targets: Tensor, mask: Tensor, needs_grad: bool) -> tuple[Tensor, Tensor]:
-    """Summed loss of the tokens in `mask`, and with `needs_grad` the gradient for the logits (chunk, V)."""
+    """Summed loss of the tokens in `mask`, and with `needs_grad` its gradient with respect to the logits."""
     logits = (x @ head.T).float()
     probs = logits.softmax(-1)
     index = targets.where(mask, 0)[:, None]

@@ -1,8 +1,8 @@
-"""Mixture of experts: each token is routed to a few of many MLPs and gets their weighted sum.
+"""Mixture of experts: each token is routed to a few of many MLPs and gets the weighted sum of their outputs.
 
-`plain` and `grouped` compute the same. `plain` calls each expert (any module) with its tokens. `grouped` sorts the
-tokens by expert and makes three grouped matrix products (gate, up and down), each for all experts at once.
-Milliseconds, plain / grouped, on one thread with AMX (`benchmarks/experts.py`):
+`plain` and `grouped` compute the same function. `plain` calls each expert (any module) with its tokens. `grouped`
+sorts the tokens by expert and makes three grouped matrix products (gate, up and down), each for all experts at
+once. Milliseconds, plain / grouped, on one thread with AMX (`benchmarks/experts.py`):
 
     experts x dim x hidden, chosen       tokens      1          16         256        1024
     8 x 512 x 512, 2   inference float32     0.7 / 1.0   2.5 / 2.2   10 / 9.8   33 / 30
@@ -236,7 +236,7 @@ def fits(x: Tensor, weights: Sequence[Tensor], tokens_per_expert: float) -> bool
         return False
     dtype = autocast_dtype(x)
     supported = dtype == torch.bfloat16 or (x.device.type == "cpu" and dtype != torch.float64)
-    # A model that is loaded module by module has weights on the meta device.
+    # While a model is loaded module by module, other modules have weights on the meta device.
     on_device = all(w.device == x.device for w in weights)
     if not supported or not on_device or not all(aligned(w, dtype) for w in weights):
         return False

@@ -25,7 +25,7 @@ from dunes import measure
 from dunes.ops.operation import without_autocast
 
 MIN_TOKENS = 128
-"""Fewest tokens for float32 products; with 64, the gain equals the cost of conversion (10M, 124M parameters)."""
+"""Minimum number of tokens for float32 products; with 64, they gain only the time of converting the weights."""
 PANELS, NARROWEST = 8, 256  # number of panels of the Gram matrix, and minimum rows of a panel
 
 
@@ -35,13 +35,13 @@ def float32_products(weight: Tensor, tokens: int) -> AbstractContextManager[Any]
 
 
 def multiplies_in_float32(weight: Tensor, tokens: int) -> bool:
-    """True if float32 products make a forward of `tokens` tokens faster, for weights like `weight`."""
+    """True if float32 products make a forward of `tokens` tokens faster, for weights of this dtype and device."""
     applies = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and tokens >= MIN_TOKENS
     return applies and float32_is_faster()
 
 
 _recorded: list[bool] = []
-"""The choice of a recorded run while that run is repeated; otherwise empty."""
+"""The result of `float32_is_faster` in a recorded run, while that run is repeated; otherwise empty."""
 
 
 def repeat_choice(faster: bool | None) -> None:

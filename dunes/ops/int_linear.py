@@ -1,4 +1,4 @@
-"""Linear layers with int8 or int4 codes. A few rows on a CPU are computed by torch's packed kernels.
+"""Linear layers with int8 or int4 codes. On a CPU, torch's packed kernels multiply inputs of a few rows.
 
 int8 codes have one scale per output. The plain implementation casts the codes to x's dtype (bfloat16 represents
 them exactly) and scales the outputs. Scaling the outputs takes 0.3 to 0.6 of the time of scaling the matrix. The
@@ -7,9 +7,9 @@ packed product is slower than the plain implementation. In float32, the packed p
 
 int4 codes have one scale and zero point per group of inputs. The packed product reads half a byte per weight. For
 2048 x 2048 weights and 1 / 4 / 16 rows, the packed product takes 0.20 / 0.37 / 1.6 ms on one thread; a bfloat16
-product takes 0.56 ms, and dequantizing into a dense matrix 3 ms. The packed product sums in float32, with offsets
-in bfloat16. Rounding the outputs causes an error of about 0.2 %, as in a bfloat16 product. The packed layout is
-private to torch and specific to the CPU. The layout is made from the codes on first use and never saved.
+product takes 0.56 ms, and dequantizing into a dense matrix 3 ms. The packed product sums in float32; its scales
+and offsets are bfloat16. Rounding the outputs causes an error of about 0.2 %, as in a bfloat16 product. The packed
+layout is private to torch and specific to the CPU. The layout is made from the codes on first use and never saved.
 """
 
 # Shapes: I inputs, O outputs, G groups of a row.
@@ -30,7 +30,7 @@ ALIGNED = 64
 
 INT4_ROWS = 16
 """Maximum rows of the int4 packed product; with 32 rows, the product takes as long as dequantizing."""
-WIDTHS, OUTPUTS = (32, 64, 128, 256), 16  # the int4 kernel's group sizes; its outputs are a multiple of OUTPUTS
+WIDTHS, OUTPUTS = (32, 64, 128, 256), 16  # group sizes of the int4 kernel; divisor of its number of outputs
 MIDDLE = 8  # the kernel reads this code as zero
 
 
@@ -53,7 +53,7 @@ def int8_linear(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def _aligned(x: Tensor, codes: Tensor) -> bool:
-    """True if the packed product can read these tensors. Unaligned codes, as in a mapped file, end the process.
+    """True if the packed product can read these tensors. Unaligned codes, as in a mapped file, crash the process.
 
     Codes need no alignment if the number of outputs is a multiple of four.
     """

@@ -37,7 +37,7 @@ SPECIAL = ("grad", "grads", "output", "outputs", "kept", "needs_grad")
 
 @dataclass(eq=False, repr=False)
 class Operation:
-    """The result of `operation`: a callable with the forward's parameters, differentiated by the backward."""
+    """The result of `operation`: a callable with the forward's parameters; the backward computes its gradients."""
 
     name: str
     forward: Callable[..., Any]
@@ -155,7 +155,7 @@ class Saved:
 
     @classmethod
     def of(cls, op: Operation) -> "Saved":
-        """Read the parameters of the operation's backward. Raises ValueError for an unknown parameter name."""
+        """The `Saved` for the operation's backward. Raises ValueError for an unknown parameter name."""
         backward = op.backward.forward if isinstance(op.backward, Operation) else op.backward
         assert backward is not None
         parameters = list(inspect.signature(backward).parameters)
@@ -203,8 +203,8 @@ def operation(
     """A decorator that turns a forward function into an `Operation`.
 
     An operation supports autograd, torch.compile, export, autocast and fake tensors. The forward needs annotations
-    as for `torch.library.custom_op`; sequences of tensors are not supported. The forward returns new tensors and
-    does not write into its arguments. `name` is `namespace::name`.
+    as for `torch.library.custom_op`; sequences of tensors are not supported. The forward must return new tensors
+    and must not write into its arguments. `name` is `namespace::name`.
 
     reference: the same function in plain PyTorch, differentiable by autograd.
     backward: a function that returns a gradient or None for each tensor argument. Its parameters may have these
@@ -253,7 +253,7 @@ def _eager_function(op: Operation) -> type[torch.autograd.Function]:
 def once_differentiable(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a backward so that it records no graph and second derivatives raise ValueError.
 
-    With torch's own decorator, second derivatives are silently wrong if the incoming gradient is constant.
+    With torch's `once_differentiable`, second derivatives are silently wrong for a constant incoming gradient.
     """
 
     def once(ctx: Any, *grads: Tensor) -> Any:

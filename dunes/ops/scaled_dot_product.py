@@ -1,16 +1,16 @@
 """Scaled dot-product attention, grouped (GQA) if k and v have fewer heads than q.
 
-`fused` and `plain` compute the same. `fused` is PyTorch's kernel. `plain` is two matrix products and a softmax;
-without a mask, `plain` is causal and computed in blocks of queries. On a CPU the fused kernel is slow in bfloat16,
-especially in the backward pass. Forward and backward with 4 heads of 64 take 21 / 9 ms (`fused` / `plain`) on two
-threads of a Xeon (B=16, T=256). On one thread of an AMD EPYC with B=8, the times are 101 / 45 ms for T=512 (71
-without blocks) and 260 / 169 ms for T=1,024. On the Xeon with T=1,024 and two key heads, `plain` was slower (28 /
-61 ms, without blocks). Therefore, `plain` is used up to 512 keys.
+`fused` and `plain` compute the same function. `fused` is PyTorch's kernel. `plain` is two matrix products and a
+softmax; without a mask, `plain` is causal and computed in blocks of queries. On a CPU the fused kernel is slow in
+bfloat16, especially in the backward pass. Forward and backward with 4 heads of 64 take 21 / 9 ms (`fused` /
+`plain`) on two threads of a Xeon (B=16, T=256). On one thread of an AMD EPYC with B=8, the times are 101 / 45 ms
+for T=512 (71 without blocks) and 260 / 169 ms for T=1,024. On the Xeon with T=1,024 and two key heads, `plain` was
+slower (28 / 61 ms, without blocks). Therefore, `plain` is used up to 512 keys.
 
 `varlen_attention` is the attention of documents packed into one row. Queries are computed in blocks; a block reads
-the keys from the start of its first document on. So few masked scores are computed, and no scores are saved for
-the backward pass. Blocks start at multiples of QUERY_BLOCK, and each product computes BLOCKS_PER_PRODUCT blocks.
-So few shapes occur. (oneDNN compiles and caches a kernel for each shape.)
+the keys from the start of its first query's document on. Therefore, few masked scores are computed. No scores are
+saved for the backward pass. Blocks start at multiples of QUERY_BLOCK, and each product computes BLOCKS_PER_PRODUCT
+blocks. This limits the number of shapes, since oneDNN compiles and caches a kernel for each shape.
 """
 
 # Shapes: N tokens in a row, B batch, T queries, S keys, H heads, K key/value heads (H = K * G), D head dim,
@@ -35,7 +35,7 @@ calls.
 """
 
 CAUSAL_BLOCK = 512
-"""Queries per block in `causal_attention`."""
+"""Queries per block in `causal_attention` and in `ForwardContext.attend_scored`."""
 
 PLAIN_BLOCK, LONGEST_PLAIN = 256, 512  # of `plain`: queries per block; maximum keys, since all scores are saved
 
@@ -103,7 +103,7 @@ def attend_scored(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`attend` with changed scores: softcap * tanh(scores / softcap), then `bias` is added.
+    """`attend` with softcap * tanh(scores / softcap) + bias in place of the scores.
 
     `bias` broadcasts to (B, H, T, S). `sinks` (H,) are the logits of one further key per head, whose value is 0.
     With a softcap or sinks, all scores (B, H, T, S) are in memory, in q's dtype.
@@ -135,8 +135,8 @@ def _plain_block(q: Tensor, k: Tensor, v: Tensor, start: int, dropout: float) ->
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
     """Causal attention for inference; the queries (B, H, T, D) are at the last T positions of k and v.
 
-    A query attends to at most `window` keys, up to and including its own. Without cached keys and without a
-    shorter window, the kernel needs no mask (1,024 tokens, 6 heads of 64, one thread: 10 ms, with a mask 17 ms).
+    A query attends to at most `window` keys, up to and including its own. If no keys are cached and the window
+    covers all keys, the kernel needs no mask (1,024 tokens, 6 heads of 64, one thread: 10 ms, with a mask 17 ms).
     Otherwise the kernel is called once per block of queries, each with a small mask.
     """
     (t, s), blocks = (q.shape[2], k.shape[2]), []
@@ -193,8 +193,8 @@ class QueryBlocks:
 def query_blocks(document_starts: Tensor, dtype: torch.dtype, window: int | None = None) -> list[QueryBlocks]:
     """The blocks for `varlen_attention`, the same for all layers with this window.
 
-    `document_starts` (N,) int64 is the index at which each token's document starts. Raises ValueError unless N is
-    a multiple of QUERY_BLOCK.
+    `document_starts` (N,) int64 is the index at which each token's document starts. N must be a multiple of
+    QUERY_BLOCK.
     """
     assert len(document_starts) % QUERY_BLOCK == 0, f"pad rows to a multiple of {QUERY_BLOCK} tokens"
     token = torch.arange(len(document_starts), device=document_starts.device)

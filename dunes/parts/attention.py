@@ -72,17 +72,17 @@ class Attention(nn.Module):
 
     @property
     def head_count(self) -> int:
-        """Number of heads of queries."""
+        """Number of query heads."""
         return self.q.out_features // self.head_dim
 
     @property
     def kv_head_count(self) -> int:
-        """Number of heads of keys and values."""
+        """Number of key/value heads."""
         return self.k.out_features // self.head_dim
 
     @property
     def cache_width(self) -> int:
-        """Number of elements per token in the cache."""
+        """Number of elements per token in this layer's cache."""
         return self.k.out_features + self.v.out_features
 
     @property
@@ -117,7 +117,7 @@ class Attention(nn.Module):
         return out
 
     def heads(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (B, H, T, D), keys and values (B, K, T, D) of the new tokens, with encoded positions."""
+        """Queries (B, H, T, D) and keys (B, K, T, D) with encoded positions, and values (B, K, T, D)."""
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q, self.k, self.v))
         q = q if self.q_norm is None else self.q_norm(q)
         k = k if self.k_norm is None else self.k_norm(k)
@@ -143,7 +143,7 @@ class ValueResidualAttention(Attention):
         self.register_parameter("mix", None if first else nn.Parameter(torch.tensor(0.5)))
 
     def heads(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (B, H, T, D), keys and values (B, K, T, D) of the new tokens, with encoded positions."""
+        """Queries (B, H, T, D) and keys (B, K, T, D) with encoded positions, and values (B, K, T, D)."""
         q, k, v = super().heads(x, ctx)
         if self.mix is None:
             ctx.carried["values"] = v

@@ -28,11 +28,11 @@ class Cache:
     window: int | None = None
     """Maximum number of positions that a layer may attend to; None: all positions."""
     largest_piece: int | None = None
-    """Maximum number of a prompt's tokens in a forward; None: no limit."""
+    """Maximum number of tokens in one forward of a prompt; None: no limit."""
     row_state: tuple[str, ...] = ("length",)
     """Names of the attributes that have one value per row (B,)."""
     stored: tuple[str, ...] = ("keys", "values")
-    """Names of the attributes that are lists of tensors (B, K, slots, ...)."""
+    """Names of the attributes that are lists of tensors (B, ...), such as keys (B, K, slots, D)."""
     growing: tuple[str, ...] = ("keys", "values")
     """Names in `stored` whose tensors grow with the capacity: one slot per position or group of positions."""
 
@@ -99,8 +99,8 @@ class Cache:
     def start_row(self, new: int, slots: int) -> tuple[int, Tensor]:
         """Begin a forward of a single row with `new` tokens.
 
-        Returns the first slot to write, and the positions (S,) of the slots to read. If `slots` > `new`, the
-        positions go on with `slots` - `new` later tokens, which `advance` does not count.
+        Returns the first slot to write, and the positions (S,) of the slots to read. If `slots` > `new`, these
+        include the slots of `slots` - `new` later tokens, which `advance` does not count.
         """
         self._count(new)
         n = self.max_length - new if self._in_order else int(self.length)
@@ -154,7 +154,7 @@ class Cache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the memory allocated for keys and values."""
+        """Bytes of the memory allocated for all `stored` tensors."""
         return sum(t.nbytes for name in self.stored for t in getattr(self, name))
 
     def advance(self, n: Tensor) -> None:
@@ -271,7 +271,7 @@ class RollingCache(Cache):
         return torch.cat([*stored, self._new_positions], 1)
 
     def start_row(self, new: int, slots: int) -> tuple[int, Tensor]:
-        """Begin a forward of one token: returns its slot, and the positions (S,) of the slots to read."""
+        """Begin a forward of a row's next token: returns its slot, and the positions (S,) of the slots to read."""
         n, positions = super().start_row(new, slots)
         numbers = positions[: self.capacity]
         return n % self.capacity, n - (n - numbers) % self.capacity

@@ -83,7 +83,7 @@ class ForwardContext:
         return (k, v) if self.cache is None else self.cache.put(layer, k, v, self.positions)
 
     def state(self, name: Hashable, initial: Tensor) -> Tensor:
-        """The recurrent state of this name after the cached tokens.
+        """The recurrent state called `name`, after the cached tokens.
 
         Without cached tokens, the state is `initial` (B, ...), which is zero. Raises ValueError for a cache
         without states.
@@ -95,7 +95,7 @@ class ForwardContext:
         return self.cache.state(name, initial)
 
     def keep(self, name: Hashable, state: Tensor) -> None:
-        """Replace the recurrent state of this name in the cache, if any."""
+        """Replace the recurrent state called `name` in the cache, if there is a cache."""
         if self.cache is not None:
             self.state(name, state).copy_(state)
 
@@ -104,12 +104,12 @@ class ForwardContext:
         return None if self.cache is None or self.consecutive else self.positions < 0
 
     def documents(self) -> Tensor | None:
-        """The number (B or 1, T) of each token's document, from packed positions; None for a single document."""
+        """Numbers (B or 1, T), equal within a document; None with a cache or consecutive positions."""
         if self.cache is not None or self.consecutive:
             return None
         if self.document_starts is not None:
             return self.document_starts[None]
-        previous = F.pad(self.positions[:, :-1], (1, 0), value=-1)  # 0 after -1 (padding) starts a document
+        previous = F.pad(self.positions[:, :-1], (1, 0), value=-1)  # position 0 after padding starts a document
         return ((previous < 0) | (self.positions != previous + 1)).cumsum(1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, dropout: float = 0.0) -> Tensor:
@@ -242,7 +242,7 @@ class WithoutContext(nn.Module):
 def fitted(slot: str, part: Part, arguments: str) -> Part:
     """Return the part if it can be called with these arguments, such as "x, ctx, layer".
 
-    Otherwise raises ValueError with the name of the slot. torch's own modules get no context, even if their
+    Otherwise raises a ValueError that starts with `slot`. torch's own modules get no context, even if their
     forward has several parameters. A part with a parameter `ctx` cannot be called without a context.
     """
     alone, call = "," not in arguments, _signature(part)
@@ -308,8 +308,7 @@ def _declares_packing(module: nn.Module) -> bool:
 
 
 def warn_about_mixing(model: nn.Module, consequence: str) -> None:
-    """If modules are undeclared, warn that they may mix tokens; the warning names the modules and
-    `consequence`."""
+    """Warn if the model has `undeclared_modules`; the warning names them and `consequence`."""
     if names := ", ".join(sorted(set(map(_name, undeclared_modules(model))))):
         warnings.warn(
             f"{names} may mix tokens, so {consequence}; if it acts on each token separately, set "

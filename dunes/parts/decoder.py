@@ -46,8 +46,8 @@ class Block(nn.Module):
     """A block: x = x + attn(attn_norm(x)), then x + mlp(mlp_norm(x)).
 
     `dropout` acts on the outputs of attn and mlp, in training only. `attn_post_norm` and `mlp_post_norm` are
-    applied to these outputs before the residual addition. With nn.Identity as `attn_norm` and `mlp_norm`, the
-    block normalizes only outputs. With `parallel`, the block is x + attn(attn_norm(x)) + mlp(mlp_norm(x)). Without
+    applied to these outputs before the residual addition. With nn.Identity as `attn_norm` and `mlp_norm`, only
+    these outputs are normalized. With `parallel`, the block is x + attn(attn_norm(x)) + mlp(mlp_norm(x)). Without
     an MLP (`mlp_norm` and `mlp` are None), only attn is added. `attn` is called with (x, ctx, layer), or with x if
     it takes only x; all other parts are called with x. Raises ValueError for a part that does not take these
     arguments.
@@ -99,7 +99,7 @@ class Block(nn.Module):
 
 
 class SkipBlock(Block):
-    """A block that adds an earlier block's input to its own input, scaled by a learned weight that starts at 0.
+    """A block that adds the input of an earlier block, times a learned weight that starts at 0, to its own input.
 
     `source` is the number of the earlier block, which must be a SkipBlock; None adds nothing. The input of block 0
     is the embedding, so a `source` of 0 adds the embedding. In a U-Net, the last blocks add the inputs of the
@@ -156,9 +156,9 @@ class Decoder(nn.Module):
     to each other. If a module's class does not declare `supports_packing`, training and generation are slower:
     each document is computed in its own row, and `cache_for` returns None. Each `MultiTokenPredictor` in `ahead`
     predicts one token further ahead than the previous one, in training only (multi-token prediction,
-    https://arxiv.org/abs/2404.19737). Positions without a target that far ahead do not count. `ahead_weight` times
-    the mean of the predictors' losses is added to the model's loss. Each predictor's loss is a metric (`ahead_1`,
-    ...).
+    https://arxiv.org/abs/2404.19737). A predictor's loss excludes positions without a target that far ahead.
+    `ahead_weight` times the mean of the predictors' losses is added to the model's loss. Each predictor's loss is
+    a metric (`ahead_1`, ...).
     """
 
     supports_packing = True
@@ -311,8 +311,8 @@ class Decoder(nn.Module):
     def _loss(self, ids: Tensor, targets: Tensor, positions: Tensor | None) -> LossSums:
         """The loss. With a plain linear head, the logits are never materialised.
 
-        Tensors on a CPU can be read without synchronisation, so `varlen_attention` can be used there. Padding is
-        then dropped before the first block, and tokens without a target are dropped before the head.
+        Tensors on a CPU can be read without synchronisation, so `varlen_attention` can be used there. With
+        `varlen_attention`, padding is dropped before the first block, and tokens without a target before the head.
         """
         starts = None
         if positions is not None and self._uses_varlen(positions := positions.expand_as(ids)):
@@ -368,8 +368,8 @@ class Decoder(nn.Module):
     def _cross_entropy(self, x: Tensor, targets: Tensor, select: bool) -> tuple[Tensor, Tensor]:
         """Summed cross entropy of targets (N,), and the number of targets.
 
-        `x` are hidden states (N, dim), or logits (N, V) if the head may mix tokens. With `select`, rows without a
-        target are dropped first.
+        `x` are hidden states (N, dim), or logits (N, V) if the head may mix tokens. With `select`, rows of `x`
+        without a target are dropped first.
         """
         if select and len(index := _target_index(targets)) < len(targets):
             x, targets = x[index], targets[index]
@@ -507,8 +507,8 @@ def auxiliary_losses(
     A loss is averaged over the parts of each kind (such as mixtures, or LoRA experts), and the means are added, so
     that each kind is balanced as if it were alone. Parts are of one kind if the same method computes their losses.
 
-    The sums of a metric are stacked to (parts, ...); vectors of different lengths are padded with -1. `real` (N,)
-    is False for padding; if `real` is given, each call of a part must process exactly these N tokens.
+    A metric's sums in all parts are stacked to (parts, ...); vectors of different lengths are padded with -1.
+    `real` (N,) is False for padding; if `real` is given, each call of a part must process exactly these N tokens.
     """
     values: dict[str, list[tuple[Any, Any]]] = {}
     for part, tensors in recorded.items():

@@ -23,17 +23,18 @@ class LatentAttention(Attention):
 
     A head's query and key have `nope_dim` dimensions without positions, and `rope_dim` dimensions into which
     `position` encodes positions. All heads share the `rope_dim` dimensions of the key. Values have `value_dim`
-    dimensions. With a `q_rank`, queries are also computed from a latent. Latents are normed with `eps`. `bias`
-    applies to the projections to latents and to `out`. Other arguments are Attention's.
+    dimensions. With a `q_rank`, queries are also computed from a latent. Each latent goes through an RMSNorm with
+    `eps`. `bias` adds biases to `out` and to the projections that compute latents. Other arguments are
+    Attention's.
 
     The cache stores one key of kv_rank + rope_dim elements per token: the latent and the part with positions. The
     cache's values have width 0, since values are computed from the latents. Without cached tokens, the keys and
     values of each head are computed. With cached tokens and few queries, the weights of `kv_b` are absorbed:
     queries are multiplied by the key weight and attend to the latents, and the result is multiplied by the value
-    weight. A `kv_b` that is a mixture of adapters is never absorbed.
+    weight. If `kv_b` is a mixture of adapters, its weights are never absorbed.
     """
 
-    supports_packing = Attention.supports_packing  # to be declared again by a class with its own forward
+    supports_packing = Attention.supports_packing  # a class with its own forward has to declare it again
     sinks = q_norm = k_norm = None
 
     def __init__(

@@ -36,8 +36,8 @@ def quick_gelu(x: Tensor) -> Tensor:
 class Embedding(nn.Module):
     """A token embedding. With `positions`, a learned embedding of each position is added.
 
-    The token embedding is multiplied by `scale`, rounded to the embedding's dtype. `dropout` acts on the sum of
-    both embeddings, in training only.
+    The token embedding is multiplied by `scale`, which is first rounded to the embedding's dtype. `dropout` acts
+    on the sum of both embeddings, in training only.
     """
 
     supports_packing = True
@@ -59,7 +59,7 @@ class Embedding(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """ids (B, T) -> (B, T, dim). Raises ValueError for a text longer than the learned positions."""
+        """ids (B, T) -> (B, T, dim). Raises ValueError for more tokens than learned positions."""
         x: Tensor = self.token(ids)
         if self.scale is not None:
             x = x * x.new_full((), self.scale)

@@ -23,13 +23,14 @@ LEAST_NOISE = 1e-2
 
 
 class MoE(nn.Module):
-    """Routes each token to the `top_k` experts with the highest probability and returns their weighted sum.
+    """Routes each token to the `top_k` most probable experts and returns the weighted sum of their outputs.
 
     `router` returns logits (N, E). The weights are the softmax of the logits, in float32 or wider. With
     `renormalise`, the weights of the chosen experts are scaled to sum to one; with a `top_k` of 1, the router then
-    gets no gradient. Ties go to the first expert. `shared` experts get every token, and their outputs are added
-    without a weight. In training, `balance` times `load_balance` and `z_loss` times `router_z` are added to the
-    loss. Raises ValueError for a top_k below 1 or above the number of experts, and for a repeated expert.
+    gets a gradient only from the auxiliary losses. Ties go to the first expert. `shared` experts get every token,
+    and their outputs are added without a weight. In training, `balance` times `load_balance` and `z_loss` times
+    `router_z` are added to the loss. Raises ValueError for a top_k below 1 or above the number of experts, and for
+    a repeated expert.
 
     With a `bias_rate`, experts are chosen by probability plus `selection_bias` (E,); the weights do not include
     the bias. After each step that trains the router, the bias is raised by `bias_rate` for experts whose load is
@@ -38,9 +39,9 @@ class MoE(nn.Module):
     with the weights, so train in float32. `biased` adds a selection bias that training does not change.
 
     `sigmoid`, `factor` and `groups` follow DeepSeek V3. With `sigmoid`, the probabilities are the sigmoids of the
-    logits. The weights are multiplied by `factor`. With `groups` of successive experts, a group's score is the sum
-    of its two highest biased probabilities, and experts are chosen from the `top_groups` groups with the highest
-    scores. Raises ValueError like `check_groups`.
+    logits. The weights are multiplied by `factor`. Successive experts form `groups` groups of equal size. A
+    group's score is the sum of its two highest biased probabilities, and experts are chosen from the `top_groups`
+    groups with the highest scores. Raises ValueError like `check_groups`.
     """
 
     supports_packing = True
@@ -214,7 +215,7 @@ class MoE(nn.Module):
 
 
 def check_groups(experts: int, top_k: int, groups: int, top_groups: int, place: str = "") -> None:
-    """Raise ValueError unless all groups have an equal size >= 2, and the chosen groups have >= `top_k` experts.
+    """Raise ValueError unless groups have one size (>= 2 if several) and the chosen ones have >= `top_k` experts.
 
     The message starts with `place`.
     """
@@ -254,7 +255,7 @@ def router_z(logits: Tensor, real: Tensor | None = None) -> Tensor:
 
 
 def _balance(load: Tensor, probs: Tensor, real: Tensor | None) -> Tensor:
-    """`load_balance` from `load` (N, E), 1 for chosen experts and else 0, and the probabilities (N, E)."""
+    """`load_balance` from probabilities (N, E) and from `load` (N, E), which is 1 for chosen experts, else 0."""
     tokens = _count(probs, real)
     if real is None:
         load, probs = load.mean(0), probs.mean(0)
@@ -289,9 +290,9 @@ class NoisyGate(nn.Module):
     The logits are out(tanh(hidden(x))). In training, Gaussian noise with standard deviation softplus(noise(x)) +
     0.01 is added. https://arxiv.org/abs/2406.16554, after https://arxiv.org/abs/1701.06538
 
-    The balance loss is `balance` times the sum of two squared coefficients of variation over experts. The first
-    measures the importance, an expert's summed weights. The second measures the load, the summed probability of
-    choosing an expert if its noise were drawn again.
+    The balance loss is `balance` times the sum of two squared coefficients of variation over experts, of their
+    importance and of their load. An expert's importance is the sum of its weights over the tokens. An expert's
+    load is the sum of the probabilities of choosing the expert if its noise were drawn again.
     """
 
     supports_packing = True

@@ -62,7 +62,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Yarn:
-    """YaRN: divides low frequencies by `factor`, keeps high frequencies, and blends both in between (linear ramp).
+    """YaRN: divides low frequencies by `factor`, keeps high ones, and interpolates linearly for those in between.
 
     A frequency is high if its pair of dimensions makes `beta_fast` or more rotations within the original context
     of `length` tokens. With `beta_slow` or fewer rotations, the frequency is low. https://arxiv.org/abs/2309.00071
@@ -98,7 +98,7 @@ class Yarn:
 
 @dataclass(frozen=True)
 class Llama3:
-    """Llama 3's scaling: divides the frequencies of long wavelengths by `factor`, and keeps short wavelengths.
+    """Llama 3's scaling: divides the frequencies of long wavelengths by `factor`, and keeps those of short ones.
 
     A wavelength (in tokens) is short below `length / high_freq_factor`, and long above `length / low_freq_factor`.
     In between, divided and original frequencies are blended. https://arxiv.org/abs/2407.21783
@@ -139,7 +139,7 @@ class Rotary:
     supports_packing: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.head_dim % 2:  # otherwise one dimension would be left out, with a warning
+        if self.head_dim % 2:  # without this error, one dimension would be left out, with a warning
             raise ValueError(f"head_dim is {self.head_dim}; rotary positions need an even number")
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:

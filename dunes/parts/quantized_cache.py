@@ -2,10 +2,10 @@
 
 Some channels of keys are large in all tokens (KIVI, https://arxiv.org/abs/2402.02750). So keys are quantized per
 channel, over a group of tokens. Values have no such channels and are quantized per token. A group of G tokens is
-stored as codes as soon as it is complete. A query reads the codes if the entire group is older than the last R
-tokens (the query's own token included); otherwise the query reads the group in full precision. So the keys and
-values that a query reads depend only on the query's position. Neither other rows nor the split of a text into
-forwards changes these keys and values.
+stored as codes as soon as it is complete. A query reads the codes if the entire group is older than the last
+`residual` tokens (the query's own token included); otherwise the query reads the group in full precision. So the
+keys and values that a query reads depend only on the query's position. Neither other rows nor the split of a text
+into forwards changes these keys and values.
 
 A ring buffer of a few groups stores tokens in full precision for longer than queries read them, so that a short
 rollback is exact.
@@ -36,8 +36,9 @@ class CacheFormat:
     """The settings of a quantized cache. Raises ValueError for an unsupported number of bits.
 
     A quantization grid has 2 ** bits values: minimum + code * scale, with minimum and scale in float16. Keys have
-    one grid per channel and `group` tokens. Values have one grid per token and `group` channels (per token and
-    head if `group` does not divide head_dim). The last `residual` tokens are read in full precision.
+    one grid for each channel of `group` tokens. Values have one grid for each `group` channels of a token (for
+    each head of a token if `group` does not divide head_dim). The last `residual` tokens are read in full
+    precision.
     """
 
     bits: int
@@ -229,7 +230,7 @@ class QuantizedCache(Cache):
         return readable
 
     def _write_groups(self, i: int, numbers: Tensor, x: Tensor) -> None:
-        """Quantize and store groups x (B, K, n, G, D) of keys or values at the group numbers (B, n)."""
+        """Quantize and store groups x (B, K, n, G, D) of keys or values at the group indices (B, n)."""
         dim, bits = -1 if i % 2 else -2, self.format.bits
         codes, scale, minimum = quantize(self._divide(i, x.float()), dim, bits)
         rows = torch.arange(len(numbers), device=numbers.device)[:, None]
@@ -287,8 +288,8 @@ class QuantizedCache(Cache):
 
         Dropping up to SLACK tokens is exact. After dropping more, some of the last tokens may exist only as codes;
         queries then read the codes, with an error of at most half the scale. If the cut falls inside a group that
-        exists only as codes, the group is dropped, and the caller evaluates the group's tokens again. So no token
-        is quantized twice.
+        exists only as codes, the group is dropped, and the caller must evaluate the group's tokens again. So no
+        token is quantized twice.
         """
         n = torch.minimum(self.length, n.to(self.length))
         whole_groups = n // self.format.group * self.format.group

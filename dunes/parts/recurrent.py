@@ -98,7 +98,7 @@ def _recur(
 ) -> Tensor:
     """The outputs (B, T, H, V) of the recurrence for the new tokens, in float32 or wider; updates the state.
 
-    `q` and `k` are (B, T, H or a divisor, K), `v` (B, T, H, V), `log_decay` and `beta` (B, T, H).
+    `q` and `k` are (B, T, H or a divisor of H, K), `v` is (B, T, H, V), `log_decay` and `beta` are (B, T, H).
     """
     heads = v.shape[2]
     if (padding := ctx.padding()) is not None:  # padding changes no state
@@ -158,7 +158,7 @@ class GatedDeltaNet(nn.Module):
 
     @property
     def added_products(self) -> list[tuple[int, int]]:
-        """Sizes (inputs, outputs) of matrix products per token in training, without linear layers."""
+        """Sizes (inputs, outputs) of matrix products per token in training, except those of linear layers."""
         return _products(self.heads, self.key_dim, self.value_dim, delta=True)
 
     def forward(self, x: Tensor, ctx: ForwardContext | None = None, layer: int = 0) -> Tensor:
@@ -191,8 +191,9 @@ class Mamba2(nn.Module):
     """A selective state space model, in place of a block's attention and MLP. https://arxiv.org/abs/2405.21060
 
     The state has `state_dim` numbers for each of the `heads` * `head_dim` channels. `project` returns gates,
-    channel inputs, `groups` of keys and queries, and a time step for each head. Channel inputs, keys and queries
-    go through a short convolution. Time steps are clamped to `limits`; `norm` is applied to the gated output.
+    channel inputs, keys and queries for each of the `groups`, and a time step for each head. Channel inputs, keys
+    and queries go through a short convolution. Time steps are clamped to `limits`; `norm` is applied to the gated
+    output.
     """
 
     supports_packing = recurrent = True
@@ -230,7 +231,7 @@ class Mamba2(nn.Module):
 
     @property
     def added_products(self) -> list[tuple[int, int]]:
-        """Sizes (inputs, outputs) of matrix products per token in training, without linear layers."""
+        """Sizes (inputs, outputs) of matrix products per token in training, except those of linear layers."""
         return _products(self.heads, self.state_dim, self.head_dim)
 
     def forward(self, x: Tensor, ctx: ForwardContext | None = None, layer: int = 0) -> Tensor:

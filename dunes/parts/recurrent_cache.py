@@ -39,7 +39,7 @@ class RecurrentCache(Cache):
         self._layers: dict[int, int] = {}
 
     def state(self, name: Hashable, initial: Tensor) -> Tensor:
-        """The state (B, ...) of this name, to be changed in place; at first a copy of `initial`, which is zero."""
+        """The state (B, ...) called `name`, to be changed in place; at first a copy of `initial` (zeros)."""
         number = self._numbers.setdefault(name, len(self.states))
         if number == len(self.states):
             self.states.append(initial.clone())
@@ -71,7 +71,7 @@ class RecurrentCache(Cache):
             self._save()
 
     def _save(self) -> None:
-        """Make a snapshot of each row that has read INTERVAL tokens since its last snapshot."""
+        """Make a snapshot of each row with INTERVAL or more tokens since its last snapshot."""
         rows, due = torch.arange(self.batch, device=self.length.device), self.unsaved >= INTERVAL
         pairs = [*zip(self.states, self.snapshots, strict=True), (self.length, self.snapshot_lengths)]
         for state, snapshots in pairs:
