@@ -31,7 +31,7 @@ WATCHED = 10
 """Number of steps to time before a warning about a slow run."""
 HOT = "other programs are not the cause: the processor is slower than when it was measured (heat, power saving)"
 SMALL_STEP = 1_000
-"""Minimum tokens per step to compare a run's speed with the estimate; the estimate omits fixed costs of a step."""
+"""Tokens per step from which a run's speed is compared with the estimate, which omits fixed costs of a step."""
 
 
 def report_step(
