@@ -112,7 +112,7 @@ def decode(subject: Subject, setting: Setting) -> Work:
     """Decoding token by token: the first half of a context is the prompt, the second half is generated.
 
     A single row on a CPU is decoded as by `dunes generate`: by native code if it exists, otherwise by the modules.
-    `dunes compile` and --compile create the native code (one to five minutes per shape).
+    `dunes compile` and --compile create the native code (one to five minutes per model shape).
     """
     model, half = subject.model(setting.dtype), setting.context // 2
     if half < 2:
@@ -236,7 +236,7 @@ def _random_ids(model: Decoder, batch: int, length: int) -> torch.Tensor:
 
 
 def _text(size: int) -> str:
-    """The first `size` characters of the training text of the standard library's files."""
+    """The first `size` characters of the training files of Python's standard library."""
     text = ""
     for document in collect_corpus(["stdlib"]).train:
         text += "".join(document.text())

@@ -130,7 +130,7 @@ def hodges_lehmann(
 def _critical(n: int, tail: float) -> int | None:
     """Index of the sorted pairwise means at which the interval for `n` values begins; None if `n` is too small.
 
-    By Wilcoxon's signed-rank distribution, this is the largest s with P(sum of positive ranks <= s) <= `tail`.
+    The index is the largest s with P(sum of positive ranks <= s) <= `tail` in Wilcoxon's signed-rank distribution.
     """
     counts = [1]
     for rank in range(1, n + 1):  # counts[s]: the number of the 2^n sign patterns whose positive ranks sum to s

@@ -34,8 +34,8 @@ KINDS: Mapping[str, str] = {
     "views": r"view|reshape|transpose|permute|expand|^t$|empty|squeeze|flatten|detach|strided|select|slice|split",
     "autograd": r"Backward|AccumulateGrad|evaluate_function",
 }
-"""Regular expressions for operation names, by kind. The first match applies; an operation without a match is
-elementwise."""
+"""Regular expressions for operation names, by kind. The first match applies; an operation without a match gets the
+kind "elementwise"."""
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ class MemoryEstimate:
 
 
 def estimate_memory(subject: Subject, setting: Setting, checkpointing: bool, inference: bool) -> MemoryEstimate:
-    """Estimate the memory of a step with this setting, on tensors without data."""
+    """Estimate the memory of a step by running it with these settings on tensors without data."""
     shape = Shape(setting.batch, setting.context, getattr(torch, setting.dtype), checkpointing)
     return MemoryEstimate(subject, shape, inference, _work(inference)(subject.outline, shape))
 

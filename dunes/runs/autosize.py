@@ -353,7 +353,8 @@ def flops(model: nn.Module, context: int) -> float:
 
 
 def products(model: nn.Module) -> Iterator[tuple[int, int, float]]:
-    """Yields (inputs, outputs, share) for each matrix; `share` is the fraction of tokens that pass through it.
+    """Yields (input width, output width, share) for each matrix; `share` is the fraction of tokens that pass
+    through it.
 
     Adapters and recurrent parts list their additional products in `added_products`.
     """

@@ -1,8 +1,8 @@
 """Compile the loss of a run into one graph. https://docs.pytorch.org/docs/stable/torch.compiler.html
 
-The loss is compiled in the first step. The choice to compile is stored in the run's state. The choice depends only
-on the run's options, so that the same command gives the same losses. Compiled code runs in deterministic mode,
-since Inductor's threads would otherwise add to gradients in varying order.
+The loss is compiled in the first step. The choice to compile is stored in the run's state. The choice does not
+depend on measured speeds, so that the same command gives the same losses. Compiled code runs in deterministic
+mode, since Inductor's threads would otherwise add to gradients in varying order.
 """
 
 from itertools import islice

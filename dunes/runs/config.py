@@ -52,9 +52,9 @@ class Hardware:
     device: Annotated[Device | None, flag("cpu|cuda|mps", "the fastest available")] = None
     """Device to train on."""
     compile: Annotated[Compile, flag("auto|on|off")] = "auto"
-    """Compile the loss before the first step; `auto` does so for runs of 13 minutes and more on a CPU."""
+    """Compile the loss in the first step; `auto` does so for runs of 13 minutes and more on a CPU."""
     dtype: Annotated[Dtype | None, flag("float32|bfloat16|float16", "bfloat16 where it is fast")] = None
-    """Dtype of matrix products; weights and optimizer are float32."""
+    """Dtype of matrix products; weights and optimizer state are float32."""
     threads: Annotated[int | None, flag("THREADS", "OMP_NUM_THREADS, or the cores of this machine")] = None
     """Number of threads."""
     float32_products: Annotated[bool | None, tyro.conf.Suppress] = None

@@ -263,7 +263,8 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
 
 
 def _reference(task: "FinetuneTask", path: Path, display: Display) -> Reference:
-    """Log-probabilities of the training and validation answers under the model at step 0, which equals the base.
+    """Log-probabilities of the training and validation answers under the model at step 0, whose outputs equal the
+    base's.
 
     The log-probabilities are stored in `path`; a resumed run reads the stored values.
     """
@@ -332,7 +333,8 @@ def _adapter_request(config: FinetuneConfig) -> dict[str, Any]:
 
 
 def resolve_targets(config: FinetuneConfig, base: LoadedModel) -> FinetuneConfig:
-    """Replace `new` among the config's target modules by the parameters that the base's last change added."""
+    """Replace `new` in the config's target modules by the names of the parameters that the base's last change
+    added."""
     return replace(config, target_modules=resolve_new(config.target_modules, base))
 
 

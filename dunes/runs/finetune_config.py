@@ -159,8 +159,8 @@ class FinetuneConfig(ExampleData, Adapter, Preference, FinetuneOptimization, Run
 
     @property
     def field_names(self) -> dict[str, str]:
-        """`fields` as a dict from the names of dunes to the names in the data. Raises ValueError if an entry is
-        not OURS=THEIRS."""
+        """`fields` as a dict from the field names in the formats of dunes to those in the data. Raises ValueError
+        if an entry is not OURS=THEIRS."""
         return parse_fields(self.fields)
 
     @property

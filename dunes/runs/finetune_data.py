@@ -170,8 +170,8 @@ def _single_tasks(records: Records) -> bool:
 def choose_template(
     config: FinetuneConfig, records: Records, tokenizer: Tokenizer, card: Mapping[str, Any]
 ) -> templates.Template:
-    """The configured template if set; else, for conversations, the model's own if it has one; else the default for
-    these records."""
+    """The configured template if set. Conversations otherwise get the model's own template, if any. In all other
+    cases, the default for the format of the records is returned."""
     if config.template:
         return templates.get_template(config.template)
     template = None if records.format in PLAIN_KINDS else templates.find_template(tokenizer, card)

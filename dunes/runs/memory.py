@@ -24,7 +24,7 @@ PROCESS = measure.resident_memory() + 190e6
 """Bytes that Python and torch need: resident memory after import, plus code and workspaces of the first steps."""
 
 FRAGMENTATION = 0.45
-"""If all weights are trained, memory lost to fragmentation, as a fraction of the allocations in glibc's heap.
+"""Memory lost to fragmentation if all weights are trained, as a fraction of the allocations in glibc's heap.
 Training an adapter loses hardly any memory, since it allocates little except activations."""
 
 MOST_LOST = 0.3e9

@@ -38,8 +38,8 @@ class Objective:
     `lr_scale` multiplies the default learning rate. If `has_reference` is true, batches contain the base model's
     log-probabilities. `row_format` (a key of RECORD_FORMATS) is the only format that the objective reads. If
     `row_format` is empty, the objective reads all formats that are not the `row_format` of another objective.
-    `ignored` lists options of the run that have no effect. `counted` names the items over which the loss is
-    averaged; `noun` names the items that --batch counts.
+    `ignored` lists the run's options that have no effect with this objective. `counted` names the items over which
+    the loss is averaged; `noun` names the items that --batch counts.
     """
 
     loss_name: str

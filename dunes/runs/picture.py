@@ -116,7 +116,8 @@ def max_violation(load: Sequence[float]) -> float:
 
 
 def with_violation(step: Step) -> Step:
-    """The step, with the mean MaxVio of all layers added to its metrics if these contain loads of experts."""
+    """A copy of the step with the mean MaxVio of all layers as a metric; the step itself if it has no loads of
+    experts."""
     layers = step.metrics.get(LOAD)
     if not layers:
         return step

@@ -35,7 +35,7 @@ from dunes.units import format_seconds, plural
 WARMUP = 20
 """Steps of warmup."""
 FALL = 0.5
-"""Fraction of the run in which the learning rate decays."""
+"""Fraction of the run, at its end, over which the learning rate decays."""
 LOAD_PICTURE = "expert_load.png"
 SAMPLES = (5, 50, 200, 500, 2_500, 8_500)
 # A time-limited run ends early if it memorises a small text (docs/log/training.md, "A small text is learned by
@@ -233,8 +233,8 @@ def _execute(run: Run, start: Start) -> int:
 def restore_run(run: Run, line: Line, override: Collection[str] = (), strict: bool = False) -> None:
     """Restore the newest undamaged state of the run; without a saved state, start from step 0.
 
-    Raises ValueError, before any change, if the saved config, data or model differs in an option that is not in
-    `override`. With `strict`, raises ValueError if the newest state is damaged.
+    Raises ValueError, before any change, if the saved config, data or model differs in a field that is neither in
+    FREE nor in `override`. With `strict`, raises ValueError if the newest state is damaged.
     """
 
     def damaged(text: str) -> None:

@@ -172,8 +172,8 @@ def run_state(run: Run) -> dict[str, Any]:
 def read_state(folder: Path, config_class: type[RunConfig]) -> dict[str, Any]:
     """Read the state in a folder like `step-000123`, and construct its config, scores and schedule.
 
-    Raises ValueError, naming the folder, if the config, a score or the schedule is invalid. The digests of saved
-    files detect damage, but not edits by a program that also updates the digests.
+    Raises ValueError, naming the folder, if the config, a score or the schedule is invalid. The digests of a state
+    do not ensure that its values are valid.
     """
     state = checkpoint.load_state(folder)
     with invalid_state(folder):
@@ -231,9 +231,9 @@ class Saver:
     """Saves the run in a thread of `pool` while training continues. Each rank saves its part; there is one save at
     a time.
 
-    If a save fails, earlier states remain, `line` is called with a warning, and training continues to the next
-    save. With `strict`, there is no warning, and the next method call raises the error. `seconds` is the duration
-    of the last save.
+    If a save fails, earlier states remain, `line` is called with a warning, and the next save tries again. With
+    `strict`, there is no warning, and the next method call raises the error. `seconds` is the duration of the last
+    save.
     """
 
     pool: ThreadPoolExecutor

@@ -123,7 +123,7 @@ class Task(Protocol):
         ...
 
     def begin(self, run: "Run") -> Iterable[str]:
-        """Write files that are useful during the run; called after the run is started or restored.
+        """Write files that other commands use during the run; called after the run is started or restored.
 
         Yields lines for the user; the first line describes the run.
         """
@@ -142,11 +142,12 @@ class Run:
     """A run in progress: its task, trainer and schedule, and further state.
 
     `elapsed` is the run's time in seconds so far. In a resumed run, `elapsed` and `timings` include the earlier
-    processes. `elapsed` is `monotonic()` minus `start_time`. `begin` is `elapsed` at the first step. `warm` is
-    True after the first step of this process. `compiled` is True if the loss is compiled, None if undecided.
-    `checks_since_best` counts the validations since the best score. `pace` contains the seconds of recent steps,
-    except each process's first step, which loads or compiles code. `save_seconds` and `sample_seconds` are the
-    durations of the last save and sample. `waited` is the time in seconds spent waiting for batches so far.
+    processes. `elapsed` is `monotonic()` minus `start_time`. `begin` is `elapsed` at the start of the first step.
+    `warm` is True after the first step of this process. `compiled` is True if the loss is compiled, None if
+    undecided. `checks_since_best` counts the validations since the best score. `pace` contains the seconds of
+    recent steps, except each process's first step, which loads or compiles code. `save_seconds` and
+    `sample_seconds` are the durations of the last save and sample. `waited` is the time in seconds spent waiting
+    for batches so far.
     """
 
     folder: Path

@@ -163,7 +163,7 @@ def _index(config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer, display: D
 
 
 def _dry_trainer(config: TrainConfig, base: LoadedModel) -> Trainer:
-    """A trainer of the base for estimates, without a run."""
+    """A trainer of the base, for the estimates of a dry run."""
     model = base.model.float().to(measure.device())
     select_trainable(model, config.trainable, base)
     optimizer, dtype = autosize.build_optimizer(model, config), autosize.autocast_dtype(config)

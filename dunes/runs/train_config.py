@@ -75,7 +75,8 @@ class ModelShape:
     shared_experts: Annotated[int, flag("EXPERTS", "none")] = 0
     """Number of additional experts that are used for every token."""
     balancing: Annotated[Balancing, flag("loss|bias")] = "loss"
-    """Balance the load of experts by a loss, or by a selection bias of the router (loss-free)."""
+    """Balancing of the experts' load. loss: by an auxiliary loss. bias: by a selection bias of the router
+    (loss-free)."""
     size: Annotated[
         str, flag("SIZE|LAYERSxWIDTH", "chosen from --minutes or --steps, the text and this machine")
     ] = ""
@@ -105,7 +106,7 @@ class TrainOptimization(Optimization):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Completion:  # `file_headers`: each file's path precedes its text
+class Completion:  # `file_headers`: insert each file's path before its text
     complete: tyro.conf.DisallowNone[
         Annotated[bool | None, flag("", "where most of the text is source code; --no-complete: off")]
     ] = None
@@ -127,7 +128,7 @@ class Completion:  # `file_headers`: each file's path precedes its text
             "0.15 for new models with --complete, if text is repeated often; else 0.01, for embeddings and head 0",
         ),
     ] = None
-    """Weight decay of all matrices: each step shrinks the matrices by this fraction of the learning rate."""
+    """Weight decay of all matrices: each step multiplies them by 1 - RATE x learning rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +229,7 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
 
     @property
     def top_k(self) -> int:
-        """Experts per token, if the model is a mixture."""
+        """Number of experts selected for each token, if the model is a mixture."""
         return self.experts_per_token or min(2, self.expert_count)
 
     @property

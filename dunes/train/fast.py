@@ -112,7 +112,7 @@ class Unit:
         self.params = [p for p in trainer.parameters() if p.requires_grad]
         groups = trainer.optimizer.param_groups
         self.groups = {p: i for i, group in enumerate(groups) for p in group["params"]}
-        # The learning rate is an argument, since a new value of a constant would cause a compilation.
+        # The learning rate is an argument, since a constant with a new value would cause a recompilation.
         self.settings = [{k: v for k, v in group.items() if k not in ("lr", "params")} for group in groups]
         self.states: list[State] = [trainer.optimizer.state.get(p, {}) for p in self.params]
         self.buffers = trainer.buffers()

@@ -34,7 +34,7 @@ def next_token(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
 
 
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Summed cross entropy of class scores `model(x)` (B, classes) for labels y (B,), and the label count.
+    """Summed cross entropy of class scores `model(x)` (B, classes) for labels y (B,), and the number of labels.
 
     Raises ValueError if y contains class probabilities, because their elements would be counted as labels.
     """

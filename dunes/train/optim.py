@@ -134,7 +134,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _heads(model: nn.Module) -> list[nn.Module]:
-    """The output heads: linear layers whose output width is not the input width of another linear layer.
+    """The output heads: linear layers whose output width is not the input width of any other linear layer.
 
     If there is no such layer, the last linear layer is the head.
     """
@@ -268,7 +268,7 @@ class CombinedOptimizer(Optimizer):
 
 
 def _check(optimizer: str, **rates: float) -> None:
-    """Raise ValueError for rates that are negative or not finite, and for a momentum of 1 or more."""
+    """Raise ValueError for settings that are negative or not finite, and for a momentum of 1 or more."""
     for name, rate in rates.items():
         if not 0 <= rate < (1 if name == "momentum" else math.inf):
             most = " to below 1" * (name == "momentum")

@@ -384,7 +384,8 @@ def cast_frozen(model: nn.Module, dtype: torch.dtype) -> int:
 
 
 def _grad_values(p: Tensor) -> Tensor:
-    """The values of a parameter's gradient; for a sparse gradient (as of nn.Embedding), the coalesced values."""
+    """The values of a parameter's gradient; for a sparse gradient (nn.Embedding with sparse=True), the coalesced
+    values."""
     assert p.grad is not None, "a parameter with a gradient"
     if not p.grad.is_sparse:
         return p.grad
