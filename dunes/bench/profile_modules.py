@@ -66,7 +66,7 @@ class Report:
         """Seconds of each module, including its submodules, by phase.
 
         Modules whose names differ only in a number, such as blocks, are summed. The key "" has the total; the key
-        OUTSIDE has operations outside of modules (the loss, the optimizer).
+        OUTSIDE has operations outside of all submodules (the loss, the optimizer, ...).
         """
         sums: dict[str, Counter[str]] = {"": Counter()}
         for entry in self.entries:
@@ -178,7 +178,7 @@ def _module(event: FunctionEvent) -> str | None:
 
 
 def _place(event: FunctionEvent, makers: Mapping[int, str]) -> tuple[str, str]:
-    """The phase and the module in which an event ran; the module is "" outside of modules."""
+    """The phase and the module in which an event ran; the module is "" outside of all submodules."""
     for ancestor in _ancestors(event):
         if _is_autograd_engine(ancestor):
             return "backward", makers.get(ancestor.sequence_nr, "")

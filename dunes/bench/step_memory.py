@@ -96,7 +96,7 @@ def _measure_step(request: dict[str, Any]) -> MeasuredMemory:
     batch, context, dtype, checkpointing = request["step"]
     shape, work = Shape(batch, context, getattr(torch, dtype), checkpointing), _work(request["inference"])
     small = Shape(2, 64, shape.dtype, checkpointing)
-    family = subject.family if subject.family in FAMILIES else TrainConfig.family  # functions have one size
+    family = subject.family if subject.family in FAMILIES else TrainConfig.family  # a function builds one size
     work(of_shape(family, 300_000, 64).outline, small, estimated=False)
     before = measure.reset_peak_memory(measure.device())
     log = work(subject.outline, shape, estimated=False)

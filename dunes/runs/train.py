@@ -263,7 +263,7 @@ def memory_sentence(config: TrainConfig, base: LoadedModel, text: int = 0) -> st
 
 
 def only_completes(config: TrainConfig, base: LoadedModel) -> bool:
-    """True if a run that completes lines trains nothing, and its folder only refers to the base.
+    """True if a run for line completion trains nothing, so that its folder only refers to the base.
 
     There are two conditions: dunes has neither changed the base nor trained it to complete lines, and a folder can
     refer to the base. Without --trainable, the result is True if both are met. With --trainable none, raises
