@@ -58,7 +58,7 @@ def scaling_lines(results: Sequence[Row], axis: str) -> dict[str, list[Row]]:
 
     The keys name the settings in which the groups differ.
     """
-    along = {"parameters": ("parameters", "subject")}.get(axis, (axis,))  # each size is another subject
+    along = {"parameters": ("parameters", "subject")}.get(axis, (axis,))  # another size is also another subject
     columns = [n for n in SETTING if n not in along]
     groups = group_rows(results, columns)
     varying = [i for i, _ in enumerate(columns) if len({k[i] for k in groups}) > 1]
@@ -98,7 +98,8 @@ def rounded(values: Sequence[float]) -> list[str]:
 
 
 def bars(results: Sequence[Mapping[str, Any]], title: str, interval: str = "p25 to p75") -> Any:
-    """A bar chart of rates, labelled with their values. `interval` describes the intervals shown; "" shows none.
+    """A bar chart of rates, labelled with their values. `interval` names the intervals in the axis label; "" draws
+    no intervals.
 
     `results` are records with keys `name`, `rate`, `low` and `high` (the ends of the interval), and `unit`.
     """
@@ -121,7 +122,7 @@ def bars(results: Sequence[Mapping[str, Any]], title: str, interval: str = "p25 
 
 
 def limits(results: Sequence[Mapping[str, Any]], title: str) -> Any:
-    """Plot rates over their limits, both logarithmic; the dashed line is rate = limit.
+    """Plot measured rates (y) over their limits (x) on logarithmic axes; the dashed line is rate = limit.
 
     `results` are records with `name`, `rate`, `limit` and `unit`.
     """
@@ -167,7 +168,8 @@ def line_plot(records: Sequence[Mapping[str, Any]], by: str, title: str, x: str,
 
 
 def run_points(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Steps, tokens and minutes at each step of a run, and the validation bits/byte `y` (None if not measured)."""
+    """One point per training step: the steps, tokens and minutes so far, and the validation bits/byte `y` (None if
+    not measured)."""
     steps = [line for line in lines if "loss" in line]
     tokens, seconds = (accumulate([line[key] for line in steps]) for key in ("count", "seconds"))
     return [
@@ -177,8 +179,8 @@ def run_points(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def module_bars(report: Report) -> Any:
-    """Bar chart of each module's time by phase, including submodules. Modules whose names differ only in a number
-    are summed."""
+    """Bar chart of each module's time, including its submodules, by phase. One bar stands for all modules whose
+    names differ only in a number."""
     p = extra("plotnine", "plot")
     modules = report.inside() | {"(Python, waiting)": {"waiting": report.between}}
     records = [
@@ -198,7 +200,7 @@ def module_bars(report: Report) -> Any:
 
 
 def memory(log: Allocations, resolution: int = 400) -> Any:
-    """Plot of tensor memory over time, by kind, with the peak marked."""
+    """Plot of memory over time, by kind of tensor, with the peak marked."""
     p = extra("plotnine", "plot")
     events = len(log.live)
     moments = sorted({*range(0, events, max(1, events // resolution)), log.moment})

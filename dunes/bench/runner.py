@@ -28,8 +28,8 @@ from dunes.runs.train_config import parse_size
 from dunes.units import format_bytes, format_seconds
 
 FRAGMENTS = 1.5
-"""Upper bound of (growth of the process / size of its tensors). The ratio is above 1 because of fragmentation
-(docs/log/training.md, "The estimate of memory is a step on tensors without data")."""
+"""Upper bound of the ratio of a process's growth to the size of its tensors. Because of fragmentation, the ratio
+is above 1 (docs/log/training.md, "The estimate of memory is a step on tensors without data")."""
 
 LEAST = 0.2
 """Minimum duration of a lap in seconds; a shorter workload is run several times per lap."""
@@ -38,7 +38,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
-class Shapes:  # the values to measure; an empty field means its default
+class Shapes:  # each field lists the values to measure; () selects its default
     models: Annotated[tuple[Path, ...], tyro.conf.Positional, flag("MODEL", "none")] = ()
     """Model folders."""
     sizes: Annotated[tuple[str, ...], flag("SIZE", "none", name="size")] = ()
@@ -62,7 +62,7 @@ class Request(Shapes):  # all combinations of the fields' values are measured
     threads: Annotated[tuple[int, ...], flag("THREADS", "measured")] = ()
     """Numbers of threads."""
     compile: bool = False
-    """For decode, compile missing native code first (one to five minutes per shape)."""
+    """With decode: first compile missing native code (one to five minutes per model shape)."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ class Case:
 
 
 def cases(name: str, request: Request) -> list[Case]:
-    """The cases of a request. Raises ValueError for settings that the model or machine does not support."""
+    """All cases of a request, with their estimated memory. Raises ValueError for settings that the model or
+    machine does not support."""
     benchmark = BENCHMARKS[name]
     results = [_case(benchmark, *pair) for pair in subjects_with_settings(name, request)]
     _check_memory(results)
@@ -103,7 +104,7 @@ def subjects_with_settings(name: str, request: Request) -> list[tuple[Subject, S
         raise ValueError("nothing to measure; pass a model folder, or a shape such as --size 3m")
     if invalid := [d for d in request.dtypes if d not in DTYPES]:
         raise ValueError(f"--dtype is {invalid[0]!r}; it must be one of {', '.join(DTYPES)}")
-    subjects, results = [*_subjects(request)], []  # invalid models raise before slow measurements
+    subjects, results = [*_subjects(request)], []  # first: an invalid model raises before slow measurements
     dtypes_and_threads = _dtypes_and_threads(name, request)
     for subject in subjects:
         contexts = request.contexts or (subject.context,)
@@ -146,7 +147,8 @@ def _case(benchmark: Benchmark, subject: Subject, setting: Setting) -> Case:
 
 
 def _check_memory(results: Sequence[Case]) -> None:
-    """Raise ValueError unless free memory suffices for all models together and the run of one model."""
+    """Raise ValueError unless free memory suffices to hold all models and to run the one that needs most
+    additional memory."""
     need = FRAGMENTS * (sum(c.resident for c in results) + max((c.peak or 0) - c.resident for c in results))
     if (free := measure.free_memory(measure.device())) and need > free:
         raise ValueError(
@@ -193,8 +195,8 @@ def race(
 
 
 def _time(work: Work, runs: int, clock: Callable[[], float]) -> tuple[float, float | None]:
-    """Seconds per run of `work.run`, and seconds per run with `work.then` (None without `then`); excludes the
-    setup."""
+    """Mean seconds of `work.run`, and of `work.run` followed by `work.then` (None without `then`). The setup is
+    not timed."""
     total = extended = 0.0
     for _ in range(runs):
         state = work.setup()
@@ -243,15 +245,15 @@ def bench(name: str, request: Request, rounds: int, out: Path, least: float = LE
 
 
 class Ceilings:
-    """The machine's rates of matrix products and of reads, measured once per round. `read` returns the highest
-    rate so far."""
+    """The machine's rates of matrix products and of memory reads, measured once per round. `read` returns the
+    highest rate measured so far."""
 
     def __init__(self) -> None:
         self.matmul = cache(self._matmul)
         self._read = cache(lambda size, threads, round: measure.read_rate(measure.device(), size, 0.1))
 
     def _matmul(self, dtype: str, threads: int, round: int) -> float:
-        """FLOP/s of matrix products in this dtype or in float32, whichever is faster; measured once per round."""
+        """FLOP/s of matrix products in `dtype` or in float32, whichever is faster; measured once per round."""
         return max(measure.matmul_rate(getattr(torch, d), measure.device()) for d in {dtype, "float32"})
 
     def read(self, size: int, threads: int, round: int) -> float:

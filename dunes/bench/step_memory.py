@@ -50,7 +50,7 @@ class MemoryEstimate:
         return _measure_in_child(self)
 
     def record(self, truth: MeasuredMemory | None) -> dict[str, Any]:
-        """The estimate as a JSON object, with the measurement `truth` if it is given."""
+        """The estimate as a JSON object; unless `truth` is None, the object includes this measured memory."""
         shape = asdict(self.shape) | {"dtype": str(self.shape.dtype).removeprefix("torch.")}
         kinds = {str(kind): size for (kind,), size in self.log.by("kind").items()}
         results = {"subject": self.subject.name, **shape, "inference": self.inference, "peak": self.log.peak}
@@ -58,7 +58,7 @@ class MemoryEstimate:
 
 
 def estimate_memory(subject: Subject, setting: Setting, checkpointing: bool, inference: bool) -> MemoryEstimate:
-    """Estimate the memory of a step with this setting, on tensors without data."""
+    """Estimate the memory of a step by running it with these settings on tensors without data."""
     shape = Shape(setting.batch, setting.context, getattr(torch, setting.dtype), checkpointing)
     return MemoryEstimate(subject, shape, inference, _work(inference)(subject.outline, shape))
 
@@ -96,7 +96,7 @@ def _measure_step(request: dict[str, Any]) -> MeasuredMemory:
     batch, context, dtype, checkpointing = request["step"]
     shape, work = Shape(batch, context, getattr(torch, dtype), checkpointing), _work(request["inference"])
     small = Shape(2, 64, shape.dtype, checkpointing)
-    family = subject.family if subject.family in FAMILIES else TrainConfig.family  # a function has a fixed size
+    family = subject.family if subject.family in FAMILIES else TrainConfig.family  # a function builds one size
     work(of_shape(family, 300_000, 64).outline, small, estimated=False)
     before = measure.reset_peak_memory(measure.device())
     log = work(subject.outline, shape, estimated=False)

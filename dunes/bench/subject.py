@@ -48,7 +48,7 @@ class Work:
     model: nn.Module | None = None
     then: Callable[[Any], object] | None = None
     form: str | None = None
-    """If several implementations exist, name of the one that is timed; stored in the column `form` of the rows."""
+    """Name of the implementation that is timed, if several exist; stored in the column `form` of the rows."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Setting:
 class Subject:
     """A model to measure: a folder, or a family with about `size` parameters.
 
-    `outline` builds the model with uninitialised weights; on fake or meta tensors, they take no memory.
+    `outline()` builds the model with uninitialised weights; as fake or meta tensors, the weights take no memory.
     """
 
     name: str
@@ -110,7 +110,7 @@ def scratch() -> Path:
 
 def of_folder(folder: Path) -> Subject:
     """The model in a folder. Raises ValueError if the folder contains no model."""
-    # Loading an adapter applies its changes to the base.
+    # The architecture of a loaded adapter includes the adapter's changes to the base.
     model = checkpoint.load(folder) if is_adapter(folder) else checkpoint.describe(folder)
     return Subject(str(folder), model.architecture.family, model.context_length, model.architecture.build, folder)
 

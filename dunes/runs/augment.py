@@ -35,9 +35,9 @@ from dunes.runs.picture import comparison_picture
 from dunes.units import format_bytes, plural
 
 CHANGING, WRITING, COMPARING, MEASURING = (0.15, 0.55), 0.6, 0.8, 0.85
-"""Values of the progress bar (0 to 1): the start and end of the change, then the start of each later phase."""
+"""Progress (0 to 1) at the start and end of the change, and at the start of each later phase."""
 LEARNED = ("trained", "finetuned", "measured", "timings")
-"""Card entries about the changed model; `undo_folder` removes them."""
+"""Card entries on training and measurements of the changed model; `undo_folder` removes them."""
 
 
 def augment_folder(
@@ -51,12 +51,12 @@ def augment_folder(
 ) -> list[str]:
     """Apply the change `name` to the model in a folder, and write the result to `out`; returns lines of a report.
 
-    `request` contains the options of the change. `calibration` lists sources of text for the change; an empty
-    sequence selects the model's training text. `validation` lists sources of text for a comparison of loss, size,
-    memory and speed before and after the change; an empty sequence selects the validation text recorded in the
-    card. The written model is loaded again and compared with the model in memory. Raises ValueError if `out`
-    exists or an option is invalid. Raises ValueError and writes nothing if the comparison fails, or if files in
-    `folder` change during the call.
+    `request` contains the options of the change. `calibration` lists sources of calibration text (None: no text;
+    empty: the model's training text). `validation` lists sources of text on which the models before and after the
+    change are compared by loss, size, memory and speed (None: no comparison; empty: the validation text recorded
+    in the card). The written model is loaded again and compared with the model in memory. Raises ValueError if
+    `out` exists or an option is invalid. Raises ValueError and writes nothing if the comparison fails, or if files
+    in `folder` change during the call.
 
     To save memory, a change that proceeds block by block stores its finished blocks in `out` until the change is
     complete. If the process is killed, the next call starts from the beginning.
@@ -102,7 +102,7 @@ def _changed(
 ) -> Edit[list[str]]:
     """Load and change the model in a folder; returns a function to save it and a function to check the files.
 
-    The change stores its finished blocks in `out`.
+    A change that proceeds block by block stores its finished blocks in a folder in `out`.
     """
     stamp = _source_stamp(folder)
     with phase("reading", 0.0, 0.05):
@@ -185,7 +185,7 @@ def quantize_folder(
     """Quantize the model in a folder, by default to nf4; arguments and result are as in `augment_folder`.
 
     For int4 and int3, the default method is gptq if there is calibration text: the `calibration` sources, or the
-    model's training text. In all other cases, the default method is rtn. Raises ValueError in the same cases as
+    model's training text. Otherwise, the default method is rtn. Raises ValueError in the same cases as
     `augment_folder`, and if `calibration` is given with a method that reads no text.
     """
     card = read_card(readable_folder(folder))
@@ -230,7 +230,7 @@ def _restored(folder: Path, out: Path, name: str) -> Edit[str]:
     change, earlier = Change.of(recorded[-1]), loaded.architecture.changes[:-1]
     with phase(f"undoing {name}", 0.1, 0.2):
         undo_change(loaded.model, change)
-    # Training casts weights to float32 and saves them as float32.
+    # Training saves weights as float32; the digests are of weights in the original dtype.
     loaded.model.to({str(dtype): dtype for dtype in DTYPES.values()}.get(change.before.get("kind", "")))
     with phase("comparing with the digests", 0.2, 0.5):
         part = changed_part(loaded.model, change.before)
@@ -269,7 +269,7 @@ def records(loaded: LoadedModel) -> list[Any]:
 
 
 def resolve_new(globs: Sequence[str], loaded: LoadedModel) -> tuple[str, ...]:
-    """Replace `new` among the globs by the parameters that the model's last change added.
+    """Replace the glob `new` by the names of the parameters that the model's last change added.
 
     Raises ValueError for `new` if the last change added no parameters.
     """
@@ -288,7 +288,8 @@ def describe_form(loaded: LoadedModel) -> str:
 
 
 def save_changed(loaded: LoadedModel, changes: tuple[Change, ...], folder: Path, check: Any) -> None:
-    """Save a loaded model after changes. The new card keeps the old card's entries that remain true."""
+    """Save a loaded model after changes. The new card keeps those entries of the old card that are also true of
+    the changed model."""
     facts = inherited(loaded.card) | {"changes": history(loaded)}
     architecture = replace(loaded.architecture, changes=(*loaded.architecture.changes, *changes))
     arguments = loaded.model, folder, loaded.tokenizer, loaded.context_length, facts, check
@@ -296,9 +297,8 @@ def save_changed(loaded: LoadedModel, changes: tuple[Change, ...], folder: Path,
 
 
 def history(loaded: LoadedModel) -> list[Any]:
-    """Records of the changes that precede the changes in `loaded.architecture`.
-
-    For a plain model, returns all records in its card.
+    """Records of the changes made before those in `loaded.architecture.changes`. For a plain model, these are all
+    records in its card.
     """
     plain = [] if "adapter" in loaded.card else loaded.card.get("changes", [])
     earlier: list[Any] = loaded.card.get("history", plain)

@@ -40,8 +40,8 @@ from dunes.train.optim import named_optimizer
 from dunes.units import format_count, plural
 
 BYTES_PER_TOKEN = 3.9
-"""Bytes of source code per token of a BPE tokenizer with a few thousand tokens. A token of `bytes` or `chars` has
-1 byte."""
+"""Bytes of source code per token of a BPE tokenizer with a few thousand tokens. With --tokenizer bytes or chars, a
+token counts as 1 byte."""
 
 OVERHEAD_SECONDS = 15.0
 """Seconds that a run spends outside its steps: reading, tokenizing, validation, saving."""
@@ -178,7 +178,7 @@ def autosize_run(config: TrainConfig, size: int) -> tuple[TrainConfig, list[str]
 class Estimate:
     """Estimates for a model: parameters, training speed (tokens/s), training tokens, epochs, validation bits/byte.
 
-    `active` is the number of parameters that compute a token; in a mixture, `active` is below `parameters`.
+    `active` is the number of parameters used per token; in a mixture, `active` is below `parameters`.
     """
 
     parameters: int
@@ -192,7 +192,8 @@ class Estimate:
 def choose_size(config: TrainConfig, size: int, machine: Machine) -> tuple[TrainConfig, Estimate]:
     """Choose the model size with the lowest estimated validation loss; returns the config and its estimate.
 
-    A configured size is kept. With fixed steps, the size depends on the number of tokens, but not on speed.
+    If the size is configured, it is kept. With --steps, the choice depends on the number of training tokens, but
+    not on the machine's speed.
     """
     unique = unique_tokens(config, size)
     sizes = [s for s in SIZES if s <= max(SIZES[0], MAX_PARAMETERS_PER_TOKEN * unique)]
@@ -242,8 +243,8 @@ def meta_model(config: TrainConfig) -> Decoder:
 
 
 def architecture_for(config: TrainConfig, vocab: int) -> Architecture:
-    """The architecture of a new model. Shared experts and a selection bias are added as a change; only dunes can
-    read the changed model.
+    """The architecture of a new model. Shared experts and a selection bias are added by the change `routing`; only
+    dunes can read such a model.
 
     Raises ValueError if the function of --parts cannot be imported or builds no Decoder.
     """
@@ -277,7 +278,7 @@ def _named_parts(config: TrainConfig, vocab: int) -> Architecture:
 
 
 def active_parameters(model: nn.Module) -> int:
-    """Number of parameters that compute a token; unselected experts and `Decoder.ahead` do not count."""
+    """Number of parameters used per token, without unselected experts and `Decoder.ahead`."""
     model = model.trunk if isinstance(model, Decoder) else model
     idle = [(m.experts, 1 - m.top_k / len(m.experts)) for m in model.modules() if isinstance(m, MoE)]
     return tree.count(model) - sum(round(share * tree.count(experts)) for experts, share in idle)
@@ -352,7 +353,8 @@ def flops(model: nn.Module, context: int) -> float:
 
 
 def products(model: nn.Module) -> Iterator[tuple[int, int, float]]:
-    """Yields (inputs, outputs, share) for each matrix; `share` is the fraction of tokens that pass through it.
+    """Yields (input width, output width, share) for each matrix; `share` is the fraction of tokens that pass
+    through it.
 
     Adapters and recurrent parts list their additional products in `added_products`.
     """
@@ -394,7 +396,7 @@ def build_optimizer(model: Decoder, config: TrainConfig) -> Optimizer:
 def memory_advice(config: TrainConfig, build: Build | None = None, **trained: Any) -> str:
     """A sentence with the estimated memory of a run, its largest parts, and the options that reduce the memory.
 
-    With --from, `build` builds the model. `trained` is passed to `estimate_memory`.
+    With --from, `build()` returns the model to train. `trained` contains further arguments of `estimate_memory`.
     """
     options = "--batch, --context-length or --size" if build is None else "--batch or --context-length"
     return f"{describe_memory(estimate_memory(config, build, **trained))}; reduce {options} to need less"
@@ -405,8 +407,9 @@ def estimate_memory(
 ) -> dict[str, float]:
     """Bytes that each process of a run needs, by purpose, estimated on fake tensors.
 
-    The result includes the additional memory for the completion gate and for the index of `text` bytes of text.
-    `build` builds the model of --from. `trainable` is passed to `process_memory`.
+    With --complete, the result includes the memory to fit the completion gate and to index `text` bytes of text.
+    With --from, `build()` returns the model. `trainable` is the size of the trainable weights in bytes (None: all
+    weights).
     """
     shape = Shape(config.batch // ranks.count(), config.context_length, autocast_dtype(config))
     setup = TrainSetup(partial(build_optimizer, config=config))
@@ -420,7 +423,7 @@ def estimate_memory(
 
 def fit_memory(places: int, text: int) -> dict[str, float]:
     """Bytes of memory, by purpose: for an index of `text` bytes of text, and for fitting the gate on `places`
-    places."""
+    positions."""
     indexed = min(text, INDEXED)
     return {"index of the text": INDEX * indexed, FIT: max(2 * places * PLACE_BYTES, INDEXING * indexed)}
 

@@ -1,8 +1,8 @@
 """Compile the loss of a run into one graph. https://docs.pytorch.org/docs/stable/torch.compiler.html
 
-The loss is compiled in the first step. The choice to compile is stored in the run's state. The choice depends only
-on the run's options, so that the same command gives the same losses. Compiled code runs in deterministic mode,
-since Inductor's threads would otherwise add to gradients in varying order.
+The loss is compiled in the first step. The choice to compile is stored in the run's state. The choice does not
+depend on measured speeds, so that the same command gives the same losses. Compiled code runs in deterministic
+mode, since Inductor's threads would otherwise add to gradients in varying order.
 """
 
 from itertools import islice
@@ -24,7 +24,7 @@ GAIN = 0.12
 COMPILING = 45.0
 """Seconds to compile the loss."""
 WORTH = 2.0
-"""Minimum ratio of the time saved to COMPILING; runs longer than 12.5 minutes exceed this ratio."""
+"""A loss is compiled if this saves more than WORTH times COMPILING, as in a run of more than 12.5 minutes."""
 
 NOMINAL = 30e9
 """Assumed FLOP/s per thread, used to estimate the duration of a run with fixed steps."""
@@ -39,8 +39,8 @@ SAMPLES = 10
 def compile_loss(run: Run, line: Line) -> None:
     """Compile the trainer's loss with `--compile on`, or in a long run with `--compile auto`.
 
-    A resumed run repeats its earlier choice. `line` is called with messages for the user. Raises ValueError if
-    `--compile on` is impossible.
+    With `auto`, a resumed run repeats its earlier choice. `line` is called with messages for the user. Raises
+    ValueError if `--compile on` is impossible.
     """
     choice = run.config.compile
     if run.schedule.is_over(run.trainer.number):
@@ -92,8 +92,8 @@ def why_eager(run: Run) -> str:
 def compiled_loss(loss: Loss, backend: str = "inductor") -> Loss:
     """The loss as one compiled graph.
 
-    Dropout uses the same random numbers as in the eager loss, except in packed rows: the eager loss skips their
-    padding. The graph is compiled for the first batch. Batches of other lengths run eagerly.
+    Dropout draws the same random numbers as in the eager loss, except for packed rows, since the eager loss skips
+    their padding. The graph is compiled for the first batch. Batches of other shapes run eagerly.
     """
     options: dict[str, Any] | None = {"fallback_random": True} if backend == "inductor" else None
     fast = torch.compile(loss, fullgraph=True, dynamic=False, backend=backend, options=options)
@@ -107,7 +107,7 @@ def compiled_loss(loss: Loss, backend: str = "inductor") -> Loss:
 
 
 def _compiled_or_eager(run: Run, line: Line) -> Loss:
-    """The compiled loss; if a call fails, the trainer returns to the eager loss."""
+    """The compiled loss. After a call that raises an error, the trainer uses the eager loss."""
     eager, compiled = run.trainer.loss, None
 
     def loss(model: nn.Module, batch: Any) -> Any:
@@ -115,7 +115,7 @@ def _compiled_or_eager(run: Run, line: Line) -> Loss:
         try:
             compiled = compiled or compiled_loss(eager)
             return compiled(model, batch)
-        except Exception as error:  # if the loss itself is wrong, the eager call below raises too
+        except Exception as error:  # an error of the loss itself is raised again by the eager call below
             line(f"the loss is eager again: {one_line(error)}")
             run.trainer.loss, run.trainer.deterministic = eager, False
             _record(run, False)

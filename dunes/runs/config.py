@@ -52,9 +52,9 @@ class Hardware:
     device: Annotated[Device | None, flag("cpu|cuda|mps", "the fastest available")] = None
     """Device to train on."""
     compile: Annotated[Compile, flag("auto|on|off")] = "auto"
-    """Compile the loss before the first step; `auto` does so for runs of 13 minutes and more on a CPU."""
+    """Compile the loss in the first step; `auto` does so for runs of 13 minutes and more on a CPU."""
     dtype: Annotated[Dtype | None, flag("float32|bfloat16|float16", "bfloat16 where it is fast")] = None
-    """Dtype of matrix products; weights and optimizer are float32."""
+    """Dtype of matrix products; weights and optimizer state are float32."""
     threads: Annotated[int | None, flag("THREADS", "OMP_NUM_THREADS, or the cores of this machine")] = None
     """Number of threads."""
     float32_products: Annotated[bool | None, tyro.conf.Suppress] = None
@@ -63,11 +63,12 @@ class Hardware:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:  # `asked` are the config fields set by the user; resuming compares only these
+class RunOptions:  # `asked`: the config fields that the user set; resuming compares only these
     resume: bool = False
     """Resume the run in --out from its last state, with the options stored there."""
     override: Annotated[tuple[str, ...], flag("FIELD", "none")] = ()
-    """Further fields that may change on resuming, besides length and hardware: corpus, sources, ..."""
+    """Fields that may differ from the stored options on resuming, in addition to length and hardware: corpus,
+    sources, ..."""
     dry_run: bool = False
     """Report the planned run and its memory, then exit."""
     strict: bool = False
@@ -99,7 +100,8 @@ class RunConfig(Optimization, Hardware):
     FREE: ClassVar[tuple[str, ...]] = ("steps", "minutes", "compile", "dtype", "threads", "device")
     """Fields that may change when resuming."""
     OVERRIDABLE: ClassVar[tuple[str, ...]] = ()
-    """Fields that may change if listed in --override. All other fields affect the weights or the data's order."""
+    """Fields that may change on resuming if listed in --override. Fields in neither tuple affect the weights or
+    the data's order."""
     PATHS: ClassVar[tuple[str, ...]] = ()
     """Fields whose values are paths."""
     VERB: ClassVar[str] = ""
@@ -133,7 +135,7 @@ class RunConfig(Optimization, Hardware):
 
     @property
     def counted(self) -> str:
-        """Unit of the count by which a step's summed loss is divided."""
+        """The items over which a step's loss is averaged, as a plural noun."""
         return "tokens"
 
     @property
@@ -153,7 +155,8 @@ class RunConfig(Optimization, Hardware):
         return {f.name for f in fields(self) if getattr(self, f.name) != f.default}
 
     def differences(self, earlier: "RunConfig", asked: Collection[str] | None = None) -> dict[str, str]:
-        """Differences from an earlier config, described by field; `asked` limits the comparison to some fields."""
+        """Descriptions of the fields that differ from an earlier config, by name; with `asked`, only these fields
+        are compared."""
         values = {f.name: (getattr(earlier, f.name), getattr(self, f.name)) for f in fields(self)}
         return {
             name: f"{name} was {_describe(was)}, now {_describe(now)}"

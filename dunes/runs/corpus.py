@@ -38,9 +38,11 @@ validation."""
 LONG = 4_000
 """Files are long if their mean size is at least this many bytes."""
 ENOUGH_CODE = 50_000
-"""If at most half of the text is source code, a run completes lines only with at least this many bytes of code."""
+"""Minimum bytes of source code with which a run completes lines by default, if at most half of the text is
+code."""
 LEAST_CODE = 0.05
-"""In this case, the ratio of code to text that is neither code nor documentation must also exceed this number."""
+"""Minimum ratio of source code to other text (without documentation) with which such a run completes lines by
+default."""
 NO_LINES = "the model's tokenizer drops spaces or line ends, so it cannot write lines"
 LITTLE = 20_000
 """Bytes of validation text below which a warning says that the validation loss is uncertain."""
@@ -79,8 +81,8 @@ def gather(config: TrainConfig) -> Corpus:
 
 
 def _divided(config: TrainConfig, corpus: Corpus) -> Corpus:
-    """The corpus, divided into training and validation files; with --split tails or few files, into heads and
-    tails."""
+    """The corpus, divided into training and validation files. With --split tails, or with few files, the tail of
+    every file is for validation instead."""
     few_files = len(corpus.valid) < FEWEST and all(d.header for d in corpus.valid)
     few_files = few_files and corpus.size >= LONG * len(corpus.documents)
     if config.split == "files" or (config.split is None and corpus.valid and not few_files):
@@ -100,11 +102,12 @@ def with_test_files(config: TrainConfig, corpus: Corpus) -> Corpus:
 def choose_completion(
     config: TrainConfig, corpus: Corpus, base: Tokenizer | None, trains: bool = True
 ) -> tuple[TrainConfig, str]:
-    """The config with `complete` chosen, and a line with the reason. `base` is the tokenizer of --from.
+    """The config with `complete` chosen, and a line with the reason. `base` is the tokenizer of the model of
+    --from.
 
     If `base` lacks the fill-in-the-middle tokens, `fim_rate` becomes 0, and files get no headers.
 
-    Raises ValueError for --complete with a `base` that cannot write lines. Also raises ValueError if completion is
+    Raises ValueError for --complete if `base` drops spaces or line ends. Also raises ValueError if completion is
     off and one of its options is set, and if --fim-rate is set for a `base` without fill-in-the-middle tokens.
     """
     asked = config.complete is not None

@@ -109,7 +109,7 @@ def plan_finetuning(config: FinetuneConfig, start: Start, examples: int) -> Call
     with start.timings("preparing"):
         data, text = choose_options(data, display), forgetting_text(data, display)
         data = replace(data, config=ranks.broadcast(data.config))
-        same = len({*ranks.all_gather(lambda: _digest(text))}) == 1  # a machine may lack access to the text
+        same = len({*ranks.all_gather(lambda: _digest(text))}) == 1  # some ranks may lack the text
         batch = data.config.goal.full_batch(data.config, micro_batch(data.config))
     report = partial(report_step, data.config, batch=batch, display=display)
     if start.options.dry_run:
@@ -195,7 +195,7 @@ def _fit_memory(data: FinetuneData, display: Display) -> FinetuneData:
 
 
 def _dry_trainer(data: FinetuneData) -> Trainer:
-    """A trainer of the base model with the method's changes, for estimates without a run."""
+    """A trainer of the base model with the method's changes, for the estimates of a dry run."""
     model, config = data.base.model.to(measure.device()), data.config
     apply_method(model, resolve_targets(config, data.base))
     cast_frozen_weights(model, config)
@@ -246,7 +246,7 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
     base = {} if config.spec.adapter is None else checkpoint.base_identity(model, place)
     with measure.replaced_paged_out(model):
         changes = apply_method(model, resolve_targets(config, data.base))
-        # No change: all weights train in float32. Two changes: the base was quantized, then an adapter was added.
+        # Without a change, all weights train in float32. Two changes quantize the base, then add an adapter.
         if len(changes) != 1:
             base |= checkpoint.base_identity(model)
         if not changes:
@@ -255,7 +255,7 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
         cast_frozen_weights(model, config)
     dtype = torch.float32 if config.spec.adapter is None else None
     task = replace(task, outline=ranks.shard(model, model.layers, dtype))
-    update = optimizer(config, model)  # built first, since a forward pass leaves sharded weights gathered
+    update = optimizer(config, model)  # before any forward pass, which leaves sharded weights gathered
     if config.goal.has_reference:
         task = replace(task, reference=_reference(task, folder / REFERENCE, display))
     accumulate = config.batch // (micro_batch(config) * ranks.count())
@@ -263,7 +263,8 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
 
 
 def _reference(task: "FinetuneTask", path: Path, display: Display) -> Reference:
-    """Log-probabilities of training and validation answers, computed by the model at step 0 (equal to the base).
+    """Log-probabilities of the training and validation answers under the model at step 0, whose outputs equal the
+    base's.
 
     The log-probabilities are stored in `path`; a resumed run reads the stored values.
     """
@@ -332,7 +333,8 @@ def _adapter_request(config: FinetuneConfig) -> dict[str, Any]:
 
 
 def resolve_targets(config: FinetuneConfig, base: LoadedModel) -> FinetuneConfig:
-    """Replace `new` among the config's target modules by the parameters that the base's last change added."""
+    """Replace `new` in the config's target modules by the names of the parameters that the base's last change
+    added."""
     return replace(config, target_modules=resolve_new(config.target_modules, base))
 
 
@@ -386,10 +388,10 @@ def forgetting_text(data: FinetuneData, display: Display) -> TokenIds | None:
 class FinetuneTask:
     """The task of a finetuning run. Forgetting is measured on `forgetting_ids`.
 
-    `stored` is the dtype of the base model. `base` is the base model's `base_identity`. `changes` are the method's
-    changes to the base model. With several ranks, `outline` is the unsharded model without weight values.
-    `reference` contains the base's log-probabilities of training and validation answers, if the objective needs
-    them.
+    `stored` is the dtype of the base model. `base` is the result of `checkpoint.base_identity` for the base model.
+    `changes` are the method's changes to the base model. With several ranks, `outline` is the unsharded model
+    without weight values. `reference` contains the base's log-probabilities of training and validation answers, if
+    the objective needs them.
     """
 
     data: FinetuneData
@@ -446,14 +448,14 @@ class FinetuneTask:
 
     @property
     def _rows(self) -> int:
-        """Number of examples or pairs in a batch of one micro-batch per rank."""
+        """Number of examples or pairs in a batch, which consists of one micro-batch per rank."""
         return micro_batch(self.config) * ranks.count()
 
     def sample(self) -> str:
         return "\n".join(f"{question(r.turns)}\n>>> {self._answer(r)}" for r in self.data.val_records[:1])
 
     def measure_baseline(self, score: Score | None = None) -> Baseline:
-        """Score the model and generate its answers. A given `score` is used as the validation score."""
+        """Score the model and generate its answers. If `score` is given, it is used as the validation score."""
         limit, text_limit = self.before.limits
         start, available = monotonic(), 0 if self.forgetting_ids is None else len(self.forgetting_ids)
         with phase("measuring forgetting", end=0.5):
@@ -475,8 +477,8 @@ class FinetuneTask:
         return BUDGET * self.config.seconds if self.config.stops_by_time and self.before is UNMEASURED else inf
 
     def _answers(self) -> list[str]:
-        """Answers to the first validation examples: up to ANSWERED within `_budget`; after training, to the same
-        examples."""
+        """Answers to the first validation examples. Before training, up to ANSWERED answers are generated within
+        `_budget`; after training, the same examples are answered."""
         answers, end = list[str](), monotonic() + self._budget
         answered = ANSWERED if self.before is UNMEASURED else len(self.before.answers)
         for record in each(self.data.val_records[:answered]):

@@ -66,8 +66,8 @@ class ExampleData:
     text_field: Annotated[tuple[str, ...], flag("FIELD", "detected")] = ()
     """Fields of each record to train on as plain text; several are joined by a blank line."""
     fields: Annotated[tuple[str, ...], flag("OURS=THEIRS,...", "named as in the formats of --data")] = ()
-    """Pairs of a field's name in the formats of --data and its name in the data, like
-    prompt=question,completion=answer."""
+    """Renamed fields of the data: with prompt=question,completion=answer, the field question is read as prompt,
+    and answer as completion."""
     follow_links: bool = False
     """Follow symbolic links that lead outside the data folder."""
     template: Annotated[
@@ -89,33 +89,34 @@ class ExampleData:
     max_truncated: Annotated[float, flag("FRACTION")] = 0.05
     """Refuse data if a larger fraction of the examples would be truncated."""
     packing: Annotated[bool, flag("", "packed")] = True
-    """Put one example into each row instead of packing several."""
+    """--no-packing puts one example into each row instead of packing several."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
     method: Annotated[Method, flag("|".join(get_args(Method)))] = "lora"
-    """Finetuning method: an adapter beside the frozen (or quantized) base, or all weights (full)."""
+    """Finetuning method. full: train all weights. The others freeze the base (those with q also quantize it) and
+    train an adapter."""
     target_modules: Annotated[
         tuple[str, ...], flag("GLOB", "all linear layers of the blocks but routers; full: all weights")
     ] = ()
-    """Globs of modules that get an adapter or, with full, are trained. new: modules of the last change; !GLOB
-    excludes. The last match wins."""
+    """Globs of modules that get an adapter (with full: that are trained). new: the modules of the last change.
+    !GLOB: excluded modules. The last match wins."""
     rank: Annotated[int, flag("RANK")] = 16
     """Rank of the adapter (r)."""
     alpha: Annotated[float, flag("ALPHA")] = 32.0
     """Scaling: the adapter's output is multiplied by alpha / rank (rslora: alpha / sqrt(rank))."""
     ranks: Annotated[tuple[str, ...], flag("GLOB=RANK", "none")] = ()
-    """Ranks of modules that differ from --rank, by glob."""
+    """Ranks for modules that match a glob, instead of --rank."""
     dropout: Annotated[float, flag("P")] = 0.0
     """Dropout probability of the adapter's input."""
     experts: Annotated[int, flag("EXPERTS")] = 8
     """With lora-experts: number of low-rank experts at each linear layer; each has rank --rank."""
     experts_per_token: Annotated[int, flag("EXPERTS")] = 2
-    """With lora-experts: number of experts that compute each token."""
+    """With lora-experts: number of experts selected for each token."""
     router: Annotated[Router, flag("|".join(get_args(Router)))] = "linear"
-    """With lora-experts: a router for each linear layer (linear), or for each attention and each MLP (shared); or
-    experts that are MLPs, with plain LoRA on the other layers (mlp, as in MixLoRA)."""
+    """With lora-experts. linear: a router for each linear layer. shared: a router for each attention and each MLP.
+    mlp: experts that are MLPs, and plain LoRA on the other layers (as in MixLoRA)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,8 +159,8 @@ class FinetuneConfig(ExampleData, Adapter, Preference, FinetuneOptimization, Run
 
     @property
     def field_names(self) -> dict[str, str]:
-        """`fields` as a dict from the names of dunes to the names in the data. Raises ValueError if an entry is
-        not OURS=THEIRS."""
+        """`fields` as a dict from the field names in the formats of dunes to those in the data. Raises ValueError
+        if an entry is not OURS=THEIRS."""
         return parse_fields(self.fields)
 
     @property
@@ -168,7 +169,7 @@ class FinetuneConfig(ExampleData, Adapter, Preference, FinetuneOptimization, Run
 
     @property
     def goal(self) -> Objective:
-        """The objective's entry in the table of objectives."""
+        """The entry of `objective` in OBJECTIVES."""
         return OBJECTIVES[self.objective]
 
     @property
@@ -203,8 +204,8 @@ class FinetuneConfig(ExampleData, Adapter, Preference, FinetuneOptimization, Run
 
 
 def unused_options(config: FinetuneConfig, asked: Collection[str]) -> dict[str, str]:
-    """Options in `asked` that have no effect, mapped to the method or objective (a flag) that ignores the
-    option."""
+    """The options in `asked` that have no effect; the values are the flags that ignore them, like "--method
+    full"."""
     others = () if config.spec.adapter is not None else ("rank", "alpha", "ranks", "dropout")
     others = (*others, *(EXPERTS if config.spec.change != "lora-experts" else ()))
     unused = dict.fromkeys(others, f"--method {config.method}")
@@ -216,11 +217,12 @@ def learning_rate(config: FinetuneConfig, width: int) -> float:
     """The configured learning rate, or the default for a model of this width.
 
     For full finetuning, the default is `adamw_rate`. For adapters, the default is 0.7 times the power law of
-    https://thinkingmachines.ai/blog/lora/, but at most MAX_ADAPTER_LR: at higher rates, the validation loss rises
-    during training. This default is then divided by the adapter's scale relative to LoRA with alpha 32, since the
-    scale multiplies updates of `B`. "Learning rates of finetuning" in docs/log/finetuning.md gives results for 100
-    to 5,000 steps, and the limits of these defaults. Both defaults are multiplied by the objective's `lr_scale`.
-    Full finetuning with dpo thus gets 1e-6 at a width of 4,096, as in https://arxiv.org/abs/2305.18290.
+    https://thinkingmachines.ai/blog/lora/, but at most MAX_ADAPTER_LR, above which the validation loss rises
+    during training. The default for adapters is then divided by the adapter's scale relative to LoRA with alpha
+    32, since the scale multiplies updates of `B`. "Learning rates of finetuning" in docs/log/finetuning.md gives
+    results for 100 to 5,000 steps, and the limits of these defaults. Both defaults are multiplied by the
+    objective's `lr_scale`. Full finetuning with dpo thus gets 1e-6 at a width of 4,096, as in
+    https://arxiv.org/abs/2305.18290.
     """
     if config.lr is not None:
         return config.lr

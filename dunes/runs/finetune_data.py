@@ -103,7 +103,7 @@ class FinetuneData:
             display.detail(line)
         check_formats(config, [*files, *val_files])
         tokenizer = base.require_tokenizer()
-        # The template is chosen for conversations if there are any, else for Alpaca records without history.
+        # Conversations determine the template if there are any, else Alpaca records without history.
         records = min([*files, *val_files], key=lambda r: (r.format in PLAIN_KINDS, _single_tasks(r)))
         template = choose_template(config, records, tokenizer, base.card)
         display.detail(f"template: {template.name}")
@@ -170,7 +170,8 @@ def _single_tasks(records: Records) -> bool:
 def choose_template(
     config: FinetuneConfig, records: Records, tokenizer: Tokenizer, card: Mapping[str, Any]
 ) -> templates.Template:
-    """The configured template; else the model's own, for conversations; else the default for these records."""
+    """The configured template if set. Conversations otherwise get the model's own template, if any. In all other
+    cases, the default for the format of the records is returned."""
     if config.template:
         return templates.get_template(config.template)
     template = None if records.format in PLAIN_KINDS else templates.find_template(tokenizer, card)
@@ -185,7 +186,7 @@ def choose_template(
 def _tokenize(
     config: FinetuneConfig, template: Template, conversations: bool, tokenizer: Tokenizer, rows: Sequence[Record]
 ) -> tuple[list[Record], list[Example]]:
-    """Tokenize the rows; returns the rows, with `seen` set, and their examples.
+    """Tokenize the rows; returns the rows, with `seen` copied from their examples, and the examples.
 
     If `conversations` is true, plain text among the rows is tokenized without the template.
     """
@@ -199,12 +200,11 @@ def _tokenize(
 def _split_examples(
     rows: Sequence[Record], written: Sequence[Example], config: FinetuneConfig, base: LoadedModel
 ) -> tuple[FinetuneConfig, list[Example], list[Example], list[Record]]:
-    """Split the rows; returns the config with context length, training and validation examples, validation
-    records.
+    """Split the rows; `written` contains the example of each row.
 
-    `written` has an example for each row. Records are split by hash; the end of each large text is used for
-    validation. An example without a target within the context is used for validation only if no example with a
-    target remains.
+    Returns the config with its context length, the training examples, the validation examples and the validation
+    records. Records are split by hash; the end of each large text is used for validation. Validation examples have
+    a target within the context, unless the split selects no such example.
     """
     by_row = {id(row): example for row, example in zip(rows, written, strict=True)}
     share = config.val_fraction
@@ -231,8 +231,8 @@ def _split_examples(
 
 
 def _without_copies(rows: Sequence[Record], large: Sequence[Record]) -> list[Record]:
-    """The rows without near-duplicates of large texts. A near-duplicate would contain the validation tail of the
-    text."""
+    """The rows, except near-duplicates of a row in `large`, since they would put its validation tail into the
+    training data."""
     hashes = dict(zip(map(id, rows), record_hashes(rows), strict=True))
     firsts = {hashes[id(row)]: row for row in reversed(large)}
     return [row for row in rows if firsts.get(hashes[id(row)], row) is row]
@@ -241,9 +241,9 @@ def _without_copies(rows: Sequence[Record], large: Sequence[Record]) -> list[Rec
 def choose_context_length(config: FinetuneConfig, examples: Sequence[Example], base: LoadedModel) -> int:
     """The configured context length, or a power of two that fits the longest example.
 
-    For plain text, the default is at most the base model's context length. Raises ValueError if a length is above
-    the limit. With learned position embeddings, the limit is the base model's context length; with rotary
-    embeddings, the limit is at least MAX_CONTEXT.
+    For plain text, the default is at most the base model's context length. Raises ValueError if the configured
+    length is above the limit. With learned position embeddings, the limit is the base model's context length; with
+    rotary embeddings, the limit is at least MAX_CONTEXT.
     """
     trained = base.context_length
     limit = trained if base.model.embed.place is not None else max(trained, MAX_CONTEXT)
@@ -275,8 +275,8 @@ def read_dataset(
     """Read the records of a file, or of all files below a folder; also returns lines about read and skipped files.
 
     A file of plain text is one record; .gitignore, binaries, generated files, links and duplicates are handled as
-    in `collect_corpus`. `names` maps names of fields, as in `read_records`. Raises ValueError for an invalid
-    record, naming the file and the line or row, and if the source contains no records.
+    in `collect_corpus`. `names` maps the field names of RECORD_FORMATS to the names in the file. Raises ValueError
+    for an invalid record, naming the file and the line or row, and if the source contains no records.
     """
     walk = Walk([source], follow_links)
     files: list[Records] = []
@@ -329,8 +329,8 @@ def large_texts(rows: Sequence[Record], share: float) -> list[Record]:
 def split_tails(texts: Sequence[Example], share: float) -> tuple[list[Example], list[Example]]:
     """Split each text into a head and a tail; the tail has about the fraction `share` of the text's tokens.
 
-    Short texts are not split. The last token of a head is repeated as the first token of the tail, to predict the
-    tail's first target.
+    Short texts are not split. A head and its tail overlap by one token, from which the tail's first target is
+    predicted.
     """
     heads, tails = [], []
     for text in texts:
@@ -360,8 +360,7 @@ class Baseline:
 
     @classmethod
     def read(cls, path: Path) -> "Baseline":
-        """Read a baseline from a file written by `write`. Raises ValueError if the file contains something
-        else."""
+        """Read a baseline from a file written by `write`. Raises ValueError for a file with other content."""
         stored = json_file.read(path)
         try:
             scores = {name: read_score(stored[name]) for name in ("score", "forgetting")}
@@ -405,7 +404,8 @@ class Baseline:
 def score_within(
     seconds: float, score: Callable[[int], Score | None], most: int, available: int
 ) -> tuple[Score | None, int]:
-    """Score as many tokens as fit into `seconds`, but at most `most`; returns the score and the token limit."""
+    """Score as many tokens as fit into `seconds`, but at most `most`; returns the score and the limit on its
+    tokens."""
     start = monotonic()
     if seconds == inf or min(most, available) <= PROBED or (first := score(PROBED)) is None:
         return score(most), most

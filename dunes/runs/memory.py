@@ -24,15 +24,15 @@ PROCESS = measure.resident_memory() + 190e6
 """Bytes that Python and torch need: resident memory after import, plus code and workspaces of the first steps."""
 
 FRAGMENTATION = 0.45
-"""If all weights are trained, memory lost to fragmentation, as a fraction of the allocations in glibc's heap.
+"""Memory lost to fragmentation if all weights are trained, as a fraction of the allocations in glibc's heap.
 Training an adapter loses hardly any memory, since it allocates little except activations."""
 
 MOST_LOST = 0.3e9
-"""Maximum memory in bytes lost to fragmentation. A model with 135M parameters and 2 GB in the heap loses hardly
-more."""
+"""Maximum memory in bytes lost to fragmentation. Training a model of 135M parameters, with 2 GB in the heap, loses
+hardly more."""
 
 MEASURED_TOKENS = 1024
-"""Maximum number of tokens in the timed micro-batch; at least two rows are timed."""
+"""Maximum number of tokens in a timed micro-batch, unless two rows have more."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ def train_allocations(
     """Allocations of the second training step; the first step creates the optimizer state.
 
     If `estimated` is true, fake tensors give the same result in a fraction of a second without using memory. The
-    log is for rank 0 of `number` ranks (by default, the ranks of this run); `shape.batch` counts the rows of one
-    rank.
+    allocations are those of rank 0 of `number` ranks (by default, the ranks of this run); `shape.batch` counts the
+    rows of one rank.
     """
     with ranks.fake_ranks(number or ranks.count()), _tensors(estimated):
         model = build()
@@ -141,9 +141,9 @@ class StepCost(NamedTuple):
 def measure_step(trainer: Trainer, batch: tuple[Tensor, ...]) -> StepCost | None:
     """Time a step whose micro-batches are all like `batch`; weights and optimizer stay unchanged.
 
-    After a warm-up call, gradients are timed for two rows and for at most MEASURED_TOKENS tokens. The time of all
-    rows is extrapolated. Two optimizer updates are made, and the second is timed. Returns None for several ranks,
-    and if gradients and optimizer state do not fit into free memory.
+    After a warm-up call, gradients are timed for two rows and for at most MEASURED_TOKENS tokens. The time for all
+    rows is extrapolated from these two times. Two optimizer updates are made, and the second is timed. Returns
+    None for several ranks, and if gradients and optimizer state do not fit into free memory.
     """
     trained = sum(p.nbytes for p in trainer.parameters() if p.requires_grad)
     if ranks.count() > 1 or 0 < measure.free_memory(trainer.device) < 3 * trained:

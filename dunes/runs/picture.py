@@ -16,7 +16,7 @@ from dunes.train import Step
 TRAINING, VALIDATION = "#8c5a1f", "#2f6f8f"
 LOAD = "expert_load"
 LAST = 0.1
-"""The plot of loads averages over this fraction of the steps, at the end of the run."""
+"""Fraction of the steps, at the end of the run, over which the plot of loads averages."""
 
 
 def loss_picture(records: Sequence[dict[str, Any]], score: Score, step: int, path: Path) -> None:
@@ -116,7 +116,8 @@ def max_violation(load: Sequence[float]) -> float:
 
 
 def with_violation(step: Step) -> Step:
-    """The step; if the metrics contain loads of experts, the layers' mean MaxVio is added to the metrics."""
+    """A copy of the step with the mean MaxVio of all layers as a metric; the step itself if it has no loads of
+    experts."""
     layers = step.metrics.get(LOAD)
     if not layers:
         return step

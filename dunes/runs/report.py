@@ -25,13 +25,13 @@ PATIENCE = 3
 WORSE = 1.01
 """A rising loss causes a warning if it is at least this many times the best validation loss."""
 SLOW = 0.5
-"""Fraction of the estimated rate below which a run is slow. Without an estimate, a run is slow if its processor
-time is below this fraction of (wall-clock time x usable threads)."""
+"""Fraction of the estimated rate below which a run is slow. Without an estimate, a run is slow if it uses less
+processor time than this fraction of (wall-clock time x usable threads)."""
 WATCHED = 10
 """Number of steps to time before a warning about a slow run."""
 HOT = "other programs are not the cause: the processor is slower than when it was measured (heat, power saving)"
 SMALL_STEP = 1_000
-"""Minimum tokens per step to compare a run's speed with the estimate; the estimate omits fixed costs of a step."""
+"""Tokens per step from which a run's speed is compared with the estimate, which omits fixed costs of a step."""
 
 
 def report_step(

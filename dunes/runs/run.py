@@ -35,11 +35,11 @@ from dunes.units import format_seconds, plural
 WARMUP = 20
 """Steps of warmup."""
 FALL = 0.5
-"""Fraction of the run in which the learning rate decays."""
+"""Fraction of the run, at its end, over which the learning rate decays."""
 LOAD_PICTURE = "expert_load.png"
 SAMPLES = (5, 50, 200, 500, 2_500, 8_500)
 # A time-limited run ends early if it memorises a small text (docs/log/training.md, "A small text is learned by
-# heart"): it has made LONG_AGO times the steps of its best weights, the validation loss is above RISEN times the
+# heart"): if its steps are LONG_AGO times those of its best weights, the validation loss is above RISEN times the
 # best loss, and the training loss is below MEMORISED times the validation loss.
 LONG_AGO, RISEN, MEMORISED = 3, 1.03, 0.6
 NOT_SAVED = 3
@@ -141,7 +141,7 @@ def stored_config(config: T, folder: Path, options: RunOptions) -> T:
 
 
 def _refuse(differences: Mapping[str, str], config: RunConfig, folder: Path, override: Collection[str]) -> None:
-    """Raise ValueError if a differing field is neither in FREE nor overridden."""
+    """Raise ValueError if a field in `differences` is neither in FREE nor in both OVERRIDABLE and `override`."""
     refused = {name: text for name, text in differences.items() if name not in config.FREE}
     if fixed := refused.keys() - ({*override} & {*config.OVERRIDABLE}):
         remedy = "" if fixed - {*config.OVERRIDABLE} else f", or pass --override {' '.join(refused)}"
@@ -161,7 +161,8 @@ def _check_new_folder(folder: Path) -> None:
 
 
 def build_schedule(config: RunConfig) -> Schedule:
-    """The learning-rate schedule over `config.steps`; with a time limit, a clock sets the end during the run."""
+    """The learning-rate schedule over `config.steps`. In a time-limited run, a `Clock` later sets the schedule's
+    end."""
     return Schedule.steps(config.steps, min(WARMUP, config.steps // 5), FALL) if config.steps else Schedule(WARMUP)
 
 
@@ -232,8 +233,8 @@ def _execute(run: Run, start: Start) -> int:
 def restore_run(run: Run, line: Line, override: Collection[str] = (), strict: bool = False) -> None:
     """Restore the newest undamaged state of the run; without a saved state, start from step 0.
 
-    Raises ValueError, before any change, if the saved config, data or model differs in an option that is not in
-    `override`. With `strict`, raises ValueError if the newest state is damaged.
+    Raises ValueError, before any change, if the saved config, data or model differs in a field that is neither in
+    FREE nor in `override`. With `strict`, raises ValueError if the newest state is damaged.
     """
 
     def damaged(text: str) -> None:
@@ -256,7 +257,7 @@ def restore_run(run: Run, line: Line, override: Collection[str] = (), strict: bo
         differences["model"] = "the model's config or changes differ"
     _refuse(differences, run.config, run.folder, override)
     saving.load_run_state(run, state, folder)
-    if not {"steps", "minutes"} & differences.keys():  # after a change of length, the schedule is new
+    if not {"steps", "minutes"} & differences.keys():  # a run whose length was changed has a new schedule
         run.schedule.records[:], run.schedule.warmup = state["schedule"], state["warmup"]
     saving.truncate_metrics(run.folder / saving.METRICS, run.trainer.number)
     line(f"resuming after step {run.trainer.number}")
@@ -268,7 +269,8 @@ def restore_run(run: Run, line: Line, override: Collection[str] = (), strict: bo
 
 @contextmanager
 def out_of_memory(folder: Path, describe: Callable[[], str]) -> Iterator[None]:
-    """Inside the `with` block, turn an out-of-memory error into a ValueError that describes the run's needs."""
+    """Inside the `with` block, turn an out-of-memory error into a ValueError that says how much memory the run
+    needs."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -365,7 +367,7 @@ def train_loop(session: Session) -> None:
 
 
 def _measure_time(session: Session, step: Step, clock: Clock | None) -> None:
-    """Add a step's time to the run's time; `clock` decides by this time when the run ends."""
+    """Add a step's duration to the run's elapsed time, and update the clock, which decides when the run ends."""
     run, before = session.run, session.run.elapsed
     # All ranks use the same time: with different times, ranks would wait for each other in different places.
     run.elapsed, closing = ranks.all_reduce_max(monotonic() - run.start_time, run.closing_seconds)
@@ -443,7 +445,8 @@ def _log_step(folder: Path, step: Step, score: Score | None) -> None:
 
 
 def _sample(session: Session, weights_step: int) -> None:
-    """Generate a sample with the current weights, of step `weights_step`; show it, and append it to samples.md."""
+    """Generate a sample with the model, which has the weights of step `weights_step`; show the sample, and append
+    it to samples.md."""
     run, steps = session.run, plural(session.run.trainer.number, "step")
     if weights_step != run.trainer.number:
         steps += f", with the best weights (step {weights_step})"
@@ -532,7 +535,8 @@ def _plot(session: Session, score: Score, saved_step: int) -> str:
 
 
 def card_facts(run: Run, score: Score, verb: str) -> dict[str, Any]:
-    """Entries for the card: the training (under the key `verb`), the measured scores, and the timings."""
+    """Entries for the card: the run's config and progress (under the key `verb`), the measured scores, and the
+    timings."""
     progress = {"steps": run.trainer.number, "best_step": run.best_step, "seconds": round(run.elapsed, 1)}
     measured = {**score.facts, "peak_bytes": measure.peak_memory(run.trainer.device)}
     timings = {phase: round(seconds, 3) for phase, seconds in run.timings.seconds.items()}

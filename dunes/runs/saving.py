@@ -35,9 +35,10 @@ FORMAT = 3
 STATE_FIELDS = ("elapsed", "begin", "best_step", "best_weights", "checks_since_best", "compiled")
 """Attributes of `Run` that are stored unchanged in its state."""
 SAVE_SECONDS = 60.0
-"""Seconds between saves, if a save takes at most CHEAP seconds. https://doi.org/10.1145/361147.361115"""
+"""Minimum seconds between saves; see `Saver.interval`. https://doi.org/10.1145/361147.361115"""
 CHEAP = SAVE_SECONDS**2 / (2 * 8 * 3600)
-"""Seconds of a save for which SAVE_SECONDS is the best interval, if a failure occurs every eight hours."""
+"""Longest duration of a save, in seconds, for which `Saver.interval` is SAVE_SECONDS, given a failure every eight
+hours."""
 STOPPING = b"\nstopping after this step and saving; interrupt again to exit at once\n"
 CLOSING = b"\nall steps are done; saving; interrupt again to exit at once\n"
 ANOTHER_RUN = "already contains a run; continue it with --resume, or choose another --out"
@@ -56,12 +57,12 @@ def run_lock(folder: Path) -> Iterator[None]:
     if not ranks.is_first():
         yield
         return
-    lock = folder / "state" / "lock"  # not the folder's own lock, which each save takes
+    lock = folder / "state" / "lock"  # not the lock of the folder, which each save takes
     lock.parent.mkdir(parents=True, exist_ok=True)
     lock.touch()
     try:
         with folder_lock(lock, wait=False):
-            if lock.read_text() != ranks.job():  # not rewritten without need: a kill could leave it empty
+            if lock.read_text() != ranks.job():  # no needless write: a kill could leave the file empty
                 lock.write_text(ranks.job())
             yield
     except BlockingIOError:
@@ -171,8 +172,8 @@ def run_state(run: Run) -> dict[str, Any]:
 def read_state(folder: Path, config_class: type[RunConfig]) -> dict[str, Any]:
     """Read the state in a folder like `step-000123`, and construct its config, scores and schedule.
 
-    Raises ValueError, naming the folder, if the config, a score or the schedule is invalid. The state's digests
-    detect damage, but not edits.
+    Raises ValueError, naming the folder, if the config, a score or the schedule is invalid. The digests of a state
+    do not ensure that its values are valid.
     """
     state = checkpoint.load_state(folder)
     with invalid_state(folder):
@@ -230,8 +231,9 @@ class Saver:
     """Saves the run in a thread of `pool` while training continues. Each rank saves its part; there is one save at
     a time.
 
-    If a save fails, earlier states remain, `line` gets a warning, and the next save tries again. With `strict`,
-    the next method call raises the save's error instead of a warning. `seconds` is the duration of the last save.
+    If a save fails, earlier states remain, `line` is called with a warning, and the next save tries again. With
+    `strict`, there is no warning, and the next method call raises the error. `seconds` is the duration of the last
+    save.
     """
 
     pool: ThreadPoolExecutor

@@ -64,7 +64,7 @@ class Timings:
             self.add(phase, perf_counter() - start)
 
     def add(self, phase: str, seconds: float) -> None:
-        """Add seconds to a phase; negative seconds correct for time that another phase includes too."""
+        """Add seconds to a phase. Negative seconds remove time that is counted in another phase too."""
         self.seconds[phase] += seconds  # type: ignore[assignment]
 
     def each(self, phase: str, items: Iterable[Item]) -> Iterator[Item]:
@@ -88,7 +88,7 @@ class TaskFacts:
     """Facts of a task that stay the same during its run.
 
     `fingerprints` are digests of the data, and `tokens` is the number of validation targets.
-    `closing_seconds(seconds_per_token)` estimates the seconds of `Task.close`, except for its save.
+    `closing_seconds(seconds_per_token)` estimates the seconds of `Task.close` without the time to save the model.
     `seconds_per_token` is the measured time to validate a token (0 before the measurement). `memory_advice`
     returns a sentence with the estimated memory of the run and the options that reduce it.
     """
@@ -123,7 +123,7 @@ class Task(Protocol):
         ...
 
     def begin(self, run: "Run") -> Iterable[str]:
-        """Write files that are useful during the run; called after the run is started or restored.
+        """Write files that other commands use during the run; called after the run is started or restored.
 
         Yields lines for the user; the first line describes the run.
         """
@@ -142,11 +142,12 @@ class Run:
     """A run in progress: its task, trainer and schedule, and further state.
 
     `elapsed` is the run's time in seconds so far. In a resumed run, `elapsed` and `timings` include the earlier
-    processes. `start_time` is the current time minus `elapsed`. `begin` is `elapsed` at the first step. `warm` is
-    True after the first step of this process. `compiled` is True if the loss is compiled, None if undecided.
-    `checks_since_best` counts the validations since the best score. `pace` contains the seconds of recent steps,
-    except each process's first step, which loads or compiles code. `save_seconds` and `sample_seconds` are the
-    durations of the last save and sample. `waited` is the time in seconds spent waiting for batches so far.
+    processes. `elapsed` is `monotonic()` minus `start_time`. `begin` is `elapsed` at the start of the first step.
+    `warm` is True after the first step of this process. `compiled` is True if the loss is compiled, None if
+    undecided. `checks_since_best` counts the validations since the best score. `pace` contains the seconds of
+    recent steps, except each process's first step, which loads or compiles code. `save_seconds` and
+    `sample_seconds` are the durations of the last save and sample. `waited` is the time in seconds spent waiting
+    for batches so far.
     """
 
     folder: Path
@@ -239,8 +240,8 @@ class Run:
 def check_tokens(config: RunConfig) -> int:
     """Approximate number of tokens to score in each validation during a run.
 
-    With a time limit, the number depends on `config.rate`. Scoring a token takes a third of the time of training
-    on a token.
+    With a time limit, the number depends on `config.rate`. Scoring a token is assumed to take a third of the time
+    of training on it.
     """
     if config.steps or not config.rate:
         return CHECK_TOKENS

@@ -70,12 +70,12 @@ SCORED = 4_000
 SCORED_BLOCKS = 64
 """Maximum number of blocks of text from which the SCORED characters are taken."""
 CHANCE = 8.5
-"""A base that dunes trained is replaced by a new model if its loss is at least this many bits/byte. Random bytes
-have 8 bits/byte, and a random model has a little more (docs/log/completion.md)."""
+"""If a base that dunes trained has at least this loss (bits/byte) on the text, a new model is trained instead.
+Random bytes have 8 bits/byte, and a random model has a little more (docs/log/completion.md)."""
 ADAMW_FROM = 30_000_000
-"""With --from, AdamW is the default optimizer if at least this many parameters are trained. AdamW is better for
-published weights of 135M, but worse for our own of 3M (docs/log/real-models.md, "Training on from published
-weights")."""
+"""With --from, AdamW is the default optimizer if at least this many parameters are trained. AdamW is better for a
+published model with 135M parameters, but worse for our own with 3M (docs/log/real-models.md, "Training on from
+published weights")."""
 
 
 def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -> int:
@@ -92,8 +92,8 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
 def plan_training(config: TrainConfig, start: Start, parts: Sequence[str]) -> Callable[[], Run] | None:
     """Read the text, choose all unset options, and return a function that builds the run.
 
-    `parts` are the --parts on this command line. In a dry run, returns None. If nothing is trained, fits the
-    completion gate of the base and returns None.
+    `parts` is --parts as given on this command line; the config may be that of a resumed run. In a dry run,
+    returns None. In a run that trains nothing, fits the completion gate of the base and returns None.
     """
     folder, display, resumed, timings = start.folder, start.display, start.options.resume, start.timings
     if resumed and isinstance(config.chosen_parts, str) and not (config.parts == parts or cards_trusted()):
@@ -127,7 +127,7 @@ def plan_training(config: TrainConfig, start: Start, parts: Sequence[str]) -> Ca
             run = prepare(config, folder, tokens, base, completion)
         if base and not resumed:
             _report(config, run.trainer, base, display)
-            score = run.validate()  # so that the base's weights are saved if training is worse
+            score = run.validate()  # so that the base's weights are kept unless training improves them
             append_metrics(folder, {"step": 0} | score.record)
             values = f"{score.loss:.4f} nats/token, {score.bits_per_byte:.3f} bits/byte"
             display.detail(f"validation loss before training: {values}")
@@ -163,7 +163,7 @@ def _index(config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer, display: D
 
 
 def _dry_trainer(config: TrainConfig, base: LoadedModel) -> Trainer:
-    """A trainer of the base for estimates, without a run."""
+    """A trainer of the base, for the estimates of a dry run."""
     model = base.model.float().to(measure.device())
     select_trainable(model, config.trainable, base)
     optimizer, dtype = autosize.build_optimizer(model, config), autosize.autocast_dtype(config)
@@ -206,8 +206,8 @@ def _choose_options(config: TrainConfig, corpus: Corpus, base: LoadedModel | Non
 
 
 def find_base(config: TrainConfig, start: Start) -> tuple[LoadedModel | None, Path]:
-    """The model of --from, if any, and its path. If a resumed run refers to a base, the path is read from the
-    run's folder, since both may have moved.
+    """The model of --from, if any, and its path. If a resumed run only refers to its base, the base's path is read
+    from the run's folder, since both may have been moved.
 
     Raises ValueError for an adapter, and for a folder that cannot be loaded.
     """
@@ -252,8 +252,8 @@ def outline_with_base(config: TrainConfig, base: LoadedModel) -> Decoder:
 
 
 def memory_sentence(config: TrainConfig, base: LoadedModel, text: int = 0) -> str:
-    """A sentence for `TaskFacts.memory_advice`. With --from, the run trains `base`. `text` is passed to
-    `estimate_memory`."""
+    """A sentence for `TaskFacts.memory_advice`. `base` is the model of --from (ignored without --from); `text` is
+    the size in bytes of the text to index."""
     if not config.base:
         return autosize.memory_advice(config, text=text)
     build = partial(outline_with_base, config, base)
@@ -263,11 +263,11 @@ def memory_sentence(config: TrainConfig, base: LoadedModel, text: int = 0) -> st
 
 
 def only_completes(config: TrainConfig, base: LoadedModel) -> bool:
-    """True if a run that completes lines trains nothing, and its folder only refers to the base.
+    """True if a run for line completion trains nothing, so that its folder only refers to the base.
 
-    A run without --trainable trains nothing if its folder can refer to the base, and if dunes has neither changed
-    the base nor trained it to complete lines. With --trainable none, raises ValueError if one of these conditions
-    fails.
+    There are two conditions: dunes has neither changed the base nor trained it to complete lines, and a folder can
+    refer to the base. Without --trainable, the result is True if both are met. With --trainable none, raises
+    ValueError unless both are met.
     """
     if config.trainable and config.trains:
         return False
@@ -287,7 +287,8 @@ def only_completes(config: TrainConfig, base: LoadedModel) -> bool:
 def tells_nothing(base: LoadedModel, corpus: Corpus) -> str:
     """A sentence for the user if a base that dunes trained predicts the text no better than chance; else "".
 
-    For a base that was changed or is built by a function, returns "", since the user may want its structure.
+    For a base that was changed or is built by a function, returns "", since the user may want to train a model
+    with its structure.
     """
     if not trained_text(base.card) or records(base) or base.architecture.function:
         return ""
@@ -391,7 +392,7 @@ def prepare(
         with torch.device("meta") if ranks.count() > 1 else nullcontext():
             model = architecture.build()
         loaded = LoadedModel(model, tokens.tokenizer, config.context_length, {}, architecture)
-        if isinstance(config.chosen_parts, str):  # the function may change before the run is resumed
+        if isinstance(config.chosen_parts, str):  # the function's file may be edited before the run is resumed
             structure = sha256(repr([*module_rows(model)]).encode()).hexdigest()
             tokens = replace(tokens, fingerprints=tokens.fingerprints | {"the model": structure})
     else:
@@ -422,8 +423,8 @@ def fit_size(config: TrainConfig, seconds_per_token: float) -> FitSize:
 
 @dataclass(frozen=True)
 class Reference:
-    """A run that trains nothing. The run's folder refers to `base` at `place`, and contains an index for copies
-    and a gate.
+    """A run that trains nothing. The run's folder refers to `base`, whose path is `place`, and contains a
+    completion gate and an index of the text for copying.
 
     `packages` are the installed packages whose code is in the text. Raises ValueError if no folder can refer to
     the base, if its tokenizer cannot write lines, or if there are several ranks.
@@ -451,14 +452,13 @@ class Reference:
 
     @property
     def card(self) -> dict[str, Any]:
-        """Entries about the text for the card. Prompts have no file headers, since the base was trained without
-        them."""
+        """Card entries about the text. Prompts have no file headers, since the base was trained without them."""
         text = {"split_version": SPLIT_VERSION, "file_headers": False, "packages": sorted(self.packages)}
         return {"trained": asdict(self.config) | text}
 
     @property
     def fitted(self) -> Mapping[str, Any]:
-        """The base's entry in the folder's card, if the gate is fitted; else empty."""
+        """The entry "base" of the folder's card if the gate is fitted; else empty."""
         card = read_card(self.folder)
         return dict(card["base"]) if is_reference(card) and read_gate(self.folder) else {}
 
@@ -531,8 +531,8 @@ class Reference:
 class TrainTask:
     """The task of a training run: next-token prediction on text.
 
-    `dropout` are the dropout probabilities before training. With several ranks, `outline` is the unsharded model
-    without weight values.
+    `dropout` lists the dropout probabilities that the blocks had before training. With several ranks, `outline` is
+    the unsharded model without weight values.
     """
 
     config: TrainConfig

@@ -61,20 +61,22 @@ class ModelShape:
     trainable: Annotated[
         tuple[str, ...], flag("none|all|new|GLOB", "all; none with --complete and a model not trained by dunes")
     ] = ()
-    """With --from, the parameters to train: all, new (added by the last change), globs of names, or none (lines
-    are then completed with this model, copies and a gate)."""
+    """With --from, the parameters to train. new: those added by the last change. GLOB: those with matching names.
+    none: complete lines with the unchanged model, copies and a gate."""
     family: Annotated[Family, flag("|".join(get_args(Family)))] = "arcee"
     """Model architecture."""
     parts: Annotated[tuple[str, ...], flag("PART=CHOICE|FILE.py:FUNCTION", "those of the family")] = ()
-    """Replace parts of the default model (an unknown name lists all), or call a Python function that builds it."""
+    """PART=CHOICE replaces a part of the default model (an unknown name lists all). FILE.py:FUNCTION is a Python
+    function that builds the model."""
     experts: Annotated[int, flag("EXPERTS", "8 with a family of mixtures, else none")] = 0
     """Train a mixture of this many experts; the family becomes mixtral unless --family has experts."""
     experts_per_token: Annotated[int, flag("EXPERTS", "2")] = 0
-    """Number of experts that compute each token."""
+    """Number of experts selected for each token."""
     shared_experts: Annotated[int, flag("EXPERTS", "none")] = 0
-    """Number of additional experts that compute every token."""
+    """Number of additional experts that are used for every token."""
     balancing: Annotated[Balancing, flag("loss|bias")] = "loss"
-    """Balance the load of experts by a loss, or by a selection bias of the router (loss-free)."""
+    """Balancing of the experts' load. loss: by an auxiliary loss. bias: by a selection bias of the router
+    (loss-free)."""
     size: Annotated[
         str, flag("SIZE|LAYERSxWIDTH", "chosen from --minutes or --steps, the text and this machine")
     ] = ""
@@ -104,7 +106,7 @@ class TrainOptimization(Optimization):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Completion:  # `file_headers`: each file's path precedes its text
+class Completion:  # `file_headers`: insert each file's path before its text
     complete: tyro.conf.DisallowNone[
         Annotated[bool | None, flag("", "where most of the text is source code; --no-complete: off")]
     ] = None
@@ -112,8 +114,8 @@ class Completion:  # `file_headers`: each file's path precedes its text
     fim_rate: Annotated[float, flag("RATE")] = 0.25
     """With --complete, the fraction of windows that are cut into prefix, suffix and middle."""
     copies: Annotated[Copies, flag("auto|never|only")] = "auto"
-    """When to complete lines by copying alone, without the model: never, always (only), or if copies get
-    significantly more line ends right than the model in unseen files (auto)."""
+    """Complete lines by copying alone, without the model. only: always. auto: if copies get significantly more
+    line ends right than the model in unseen files."""
     file_headers: Annotated[bool, tyro.conf.Suppress] = True
     dropout: Annotated[
         float | None, flag("P", "0.2 with --complete, if text is repeated often; with --from its own; else 0")
@@ -126,7 +128,7 @@ class Completion:  # `file_headers`: each file's path precedes its text
             "0.15 for new models with --complete, if text is repeated often; else 0.01, for embeddings and head 0",
         ),
     ] = None
-    """Weight decay of all matrices: each step shrinks the matrices by this fraction of the learning rate."""
+    """Weight decay of all matrices: each step multiplies them by 1 - RATE x learning rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +180,7 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
 
     @property
     def origin(self) -> str:
-        """The base, or the family or parts of a new model, as text."""
+        """Text that names the base or, for a new model, the parts or the family."""
         return self.base or " ".join(self.parts) or self.family
 
     @property
@@ -227,7 +229,7 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
 
     @property
     def top_k(self) -> int:
-        """Experts per token, if the model is a mixture."""
+        """Number of experts selected for each token, if the model is a mixture."""
         return self.experts_per_token or min(2, self.expert_count)
 
     @property

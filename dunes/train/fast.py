@@ -49,10 +49,10 @@ def fast_run(
     (Rates are read once per unit.) When the first step of a unit is yielded, all steps of the unit are done. So if
     the caller stops early, up to `steps_per_call` - 1 more steps may be done; `trainer.number` counts these steps.
 
-    The plain loop runs again after a change of any other setting of the optimizer's groups, of the optimizer's
-    state, or of a parameter's `requires_grad`; `line` is called with the change. Raises ValueError for tensors of
-    different lengths, and if such a setting or a learning rate changes between the steps of one unit. Also raises
-    the errors of `Trainer.run`.
+    The plain loop runs again if the caller changes a setting of the optimizer's groups other than "lr", the
+    optimizer's state, or a parameter's `requires_grad`; `line` is called with the change. Raises ValueError for
+    tensors of different lengths, and if the caller changes one of these or a learning rate between the steps of
+    one unit. Also raises the errors of `Trainer.run`.
     """
     if len(lengths := {len(t) for t in tensors}) != 1:  # rows must correspond
         raise ValueError(f"tensors of {sorted(lengths)} rows; expected at least one, all of one length")
@@ -112,7 +112,7 @@ class Unit:
         self.params = [p for p in trainer.parameters() if p.requires_grad]
         groups = trainer.optimizer.param_groups
         self.groups = {p: i for i, group in enumerate(groups) for p in group["params"]}
-        # The learning rate is an argument, since a new value of a constant would cause a compilation.
+        # The learning rate is an argument, since a constant with a new value would cause a recompilation.
         self.settings = [{k: v for k, v in group.items() if k not in ("lr", "params")} for group in groups]
         self.states: list[State] = [trainer.optimizer.state.get(p, {}) for p in self.params]
         self.buffers = trainer.buffers()
@@ -138,7 +138,8 @@ class Unit:
         return [trainer.finish_step(row[:3], scale, bool(row[3]), seconds, metric) for row, scale, metric in pairs]
 
     def _steps(self, batch: tuple[Tensor, ...], lrs: Tensor) -> tuple[Tensor, list[dict[str, Tensor]]]:
-        """The function to compile; returns [loss, count, norm, finite] per step (K, 4), float64, and metrics."""
+        """The function to compile; returns the loss, count, gradient norm and `finite` of each step (K, 4), and
+        the metrics."""
         size, values, metrics = len(batch[0]) // self.steps, [], []
         for k in range(self.steps):
             value, means = self._one(tuple(t[k * size : (k + 1) * size] for t in batch), lrs[k])
@@ -192,7 +193,7 @@ def _compile_options(device: torch.device, draws: bool) -> dict[str, Any]:
         return {**options, "triton.cudagraphs": True}
     # Calling kernels from C++ instead of Python saves a tenth of a small step's time. The settings in `start` make
     # later processes start faster. `vec_isa_ok` skips a test of vector instructions (1 s); any compiler that can
-    # compile torch's headers passes the test. `autocast` lets Inductor's cache store calls of autocast.
+    # compile torch's headers passes the test. `autocast` lets Inductor cache graphs that call autocast.
     autocast = {f"torch.amp.autocast_mode._{name}_autocast": "dunes 1" for name in ("enter", "exit")}
     start = {"cpp.vec_isa_ok": True, "unsafe_marked_cacheable_functions": autocast}
     return {**options, **start, "cpp_wrapper": True, "post_grad_custom_post_pass": SmallProducts()}
@@ -241,8 +242,8 @@ def _run_units(
 def _read(trainer: Trainer) -> Reading:
     """Read the inputs of a compiled step that the caller may change between steps.
 
-    Group settings have keys (name, group number). `requires_grad` and the id of the optimizer state have keys
-    (name, parameter).
+    Group settings have keys (name, group number). `requires_grad` and the `id()` of the optimizer's state for a
+    parameter have keys (name, parameter).
     """
     optimizer, groups = trainer.optimizer, enumerate(trainer.optimizer.param_groups)
     read: Reading = {(name, i): _plain(value) for i, group in groups for name, value in group.items()}
@@ -252,7 +253,7 @@ def _read(trainer: Trainer) -> Reading:
 
 
 def _plain(value: Any) -> Any:
-    """A value that stands for a group's setting and can be compared with `==`."""
+    """The value of a group's setting, in a form that `==` can compare."""
     if isinstance(value, Tensor):
         return value.tolist()
     return [*map(id, value)] if isinstance(value, list) else value
@@ -291,7 +292,7 @@ def _watched(trainer: Trainer) -> Iterator[list[bool]]:
         draws.append(not torch.equal(before, state()))
         return result
 
-    trainer.loss = MethodType(watch, loss)  # a method of the loss, so that the trainer finds its parameters
+    trainer.loss = MethodType(watch, loss)  # bound to the loss, so that the trainer finds the loss's parameters
     try:
         yield draws
     finally:

@@ -34,7 +34,7 @@ def next_token(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
 
 
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Summed cross entropy of class scores `model(x)` (B, classes) for labels y (B,), and the label count.
+    """Summed cross entropy of class scores `model(x)` (B, classes) for labels y (B,), and the number of labels.
 
     Raises ValueError if y contains class probabilities, because their elements would be counted as labels.
     """
@@ -78,7 +78,7 @@ def next_token_loss(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> LossS
 
 @contextmanager
 def _without_dropout(model: nn.Module) -> Iterator[None]:
-    """Inside the `with` block, set the dropout probabilities of layers and attention to 0, but not of adapters."""
+    """Inside the `with` block, set all dropout probabilities to 0, except those of adapters."""
     names = {"p": nn.Dropout, "dropout": nn.Module}
     kept = [(m, name, getattr(m, name, None)) for m in model.modules() for name, kind in names.items()
             if isinstance(m, kind)]  # fmt: skip
@@ -147,7 +147,8 @@ def _row_losses(model: nn.Module, batch: Sequence[Tensor]) -> RowLosses:
 
 
 def _pair_sums(each: Tensor, rewards: Tensor, rows: RowLosses) -> LossSums:
-    """The sum of the losses `each` (B,) of pairs, the number of pairs, and the metrics of `dpo_loss`."""
+    """The summed loss, the number of pairs, and the metrics of `dpo_loss`; `each` (B,) contains the losses of the
+    pairs."""
     losses, counts, auxiliary, metrics = rows
     real = (counts.view(-1, 2) > 0).all(1)
     chosen, rejected = rewards.view(-1, 2).masked_fill(~real[:, None], 0.0).unbind(1)

@@ -1,7 +1,8 @@
 """Functions that build a `torch.optim.Optimizer` for a model, with the model's parameter groups.
 
-AdamW and Muon apply weight decay to matrices, not to vectors (norms, biases). Frozen parameters are left out. The
-functions raise ValueError if no parameter is trainable, and for rates that are negative or not finite.
+AdamW and Muon apply weight decay to matrices, not to vectors (norms, biases). Frozen parameters are in no group.
+The functions raise ValueError if no parameter is trainable, and for a learning rate, momentum or weight decay that
+is negative or not finite.
 
 A rule is a function of tensors that computes an update, so that a compiled step can contain it. A rule's arguments
 are a parameter, the gradient, the state, and the parameter group, whose "lr" may be a tensor. The rule returns the
@@ -30,8 +31,8 @@ Settings = Mapping[str, Any]
 Rule = Callable[[Tensor, Tensor, State, Settings], tuple[Tensor, State]]
 
 STACKED = 1 << 26
-"""Maximum number of elements in a batch of matrices that Muon gathers from all ranks and updates at once. A batch
-has at least one matrix per rank, even if this exceeds the maximum."""
+"""Muon gathers matrices from all ranks, and updates them in batches of at most this many elements. A batch has at
+least one matrix per rank, even if this exceeds the maximum."""
 
 
 def adamw(
@@ -68,14 +69,14 @@ def muon(
 
     Hidden matrices are the matrices in blocks. A block is a module with children that is in a ModuleList, or in a
     Sequential together with other modules of its class. If the model has no blocks, all matrices except output
-    heads are hidden. An output head is a linear layer whose output width is no other linear layer's input width.
-    If no linear layer qualifies, the last linear layer is the head. Embeddings, and heads tied to them, are never
-    hidden. The split does not depend on names, so a wrapped or compiled model is split in the same way.
+    heads are hidden. An output head is a linear layer whose output width is not the input width of any other
+    linear layer. If there is no such layer, the last linear layer is the head. Embeddings, and heads tied to them,
+    are never hidden. The split does not depend on names, so a wrapped or compiled model is split in the same way.
     `muon_split` shows the split.
 
     Instead, `where` can select the hidden matrices by globs over parameter names (`["**layers.**",
-    "!**.router.*"]`). `products` is passed to `Muon`. Raises ValueError for rates that are negative or not finite,
-    and if `where` selects no matrix.
+    "!**.router.*"]`). `products` is the dtype of Muon's matrix products, as in `Muon`. Raises ValueError for an
+    invalid learning rate, momentum or decay, and if `where` selects no matrix.
     """
     _check("muon", lr=lr, adam_lr=adam_lr, momentum=momentum, decay=decay, adam_decay=adam_decay)
     matrices = _hidden_matrices(model, where)
@@ -133,9 +134,9 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _heads(model: nn.Module) -> list[nn.Module]:
-    """The output heads: linear layers whose output width is not the input width of another linear layer.
+    """The output heads: linear layers whose output width is not the input width of any other linear layer.
 
-    If no linear layer qualifies, the last linear layer is the head.
+    If there is no such layer, the last linear layer is the head.
     """
     linears = list(tree.linears(model))
     widths = Counter(m.in_features for m in linears)
@@ -211,7 +212,7 @@ class Muon(Optimizer):
 
 
 def _shared(wide: Tensor, dtype: torch.dtype) -> Tensor:
-    """Orthogonalise wide matrices (N, rows, columns); each rank computes some of the N matrices."""
+    """Orthogonalise wide matrices (N, rows, columns); the N matrices are divided among the ranks."""
     own = orthogonalise(wide[ranks.rank() :: ranks.count()], dtype=dtype)
     return ranks.gather_rows(own, len(wide))
 
@@ -249,7 +250,7 @@ class CombinedOptimizer(Optimizer):
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group to the last optimizer; the last optimizer of `muon` is AdamW."""
-        super().add_param_group(param_group)  # compares the group with all groups
+        super().add_param_group(param_group)  # raises if a parameter is already in a group
         for last in self.optimizers[-1:]:
             last.add_param_group(param_group)
 
@@ -267,7 +268,7 @@ class CombinedOptimizer(Optimizer):
 
 
 def _check(optimizer: str, **rates: float) -> None:
-    """Raise ValueError for rates that are negative or not finite, and for a momentum of 1 or more."""
+    """Raise ValueError for settings that are negative or not finite, and for a momentum of 1 or more."""
     for name, rate in rates.items():
         if not 0 <= rate < (1 if name == "momentum" else math.inf):
             most = " to below 1" * (name == "momentum")
@@ -377,9 +378,10 @@ class NamedOptimizer(NamedTuple):
     """An optimizer that `dunes train --optimizer` accepts by name."""
 
     build: Callable[[nn.Module, float, float | None, torch.dtype], Optimizer]
-    """Arguments: model, learning rate, weight decay (None for the default), dtype of matrix products."""
+    """Function of (model, learning rate, weight decay (None: the default), dtype of matrix products)."""
     lr: tuple[float, float] | float = 1.0
-    """Default learning rates (new model, continued training), or a factor that multiplies `adamw_rate`."""
+    """Default learning rates of a new model and of continued training; a single number is a factor of `adamw_rate`
+    instead."""
     flops: Callable[[nn.Module], float] = lambda model: 0.0
     """FLOPs per step of the optimizer's matrix products."""
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 PACED = 2
 """Number of steps after which the pace (seconds per step) is known."""
 WARMUP_SHARE = 5
-"""The warm-up is shortened to at most 1 / WARMUP_SHARE of the steps."""
+"""The clock shortens the warm-up to at most 1 / WARMUP_SHARE of the expected steps."""
 MARGIN = 50
-"""During the last 1 / MARGIN of the run's time, the clock does not correct the end."""
+"""During the last 1 / MARGIN of the run's time, the clock changes the planned end only when time is up."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,8 @@ class Clock:
             self._since = step, elapsed
 
     def _is_due(self, step: int, elapsed: float, first: int, start: float) -> bool:
-        """True if the decay starts, if half of the remaining time or steps has passed, or if time is up."""
+        """True if a record is due: the decay starts, half of the remaining time or steps has passed, or time is
+        up."""
         records, left = self.schedule.records, self.seconds - elapsed
         if not records:
             return elapsed - self.begin >= (1 - self.decay) * (self.seconds - self.begin)

@@ -64,8 +64,8 @@ class Trainer:
     skipped, the modules' methods `before_step` and `after_step` are called before and after the update. For
     example, `after_step` may mask pruned weights again. With several ranks of torch.distributed, the model must be
     sharded by `fully_shard`. Sums and counts are then over the batches of all ranks. Gradients are synchronised
-    with the last batch of a step. Raises ValueError for invalid settings and for a model without parameters. `run`
-    raises ValueError for an invalid loss, learning rate or `lr_scale`.
+    once per step, in the backward pass of its last batch. Raises ValueError for invalid settings and for a model
+    without parameters. `run` raises ValueError for an invalid loss, learning rate or `lr_scale`.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Trainer:
     def _modules(self) -> dict[str, nn.Module]:
         loss: Any = self.loss
         while not isinstance(loss, nn.Module) and (part := getattr(loss, "func", getattr(loss, "__self__", None))):
-            loss = part  # the function of a partial, the module of a method
+            loss = part  # from a partial to its function, from a bound method to its object
         modules = {"": self.model, "loss": loss}
         return {name: m for name, m in modules.items() if isinstance(m, nn.Module)}
 
@@ -314,7 +314,8 @@ class Trainer:
         return f"Trainer({model} parameters, {optimizer}, {dtype}, after step {self.number})"
 
     def state_dict(self) -> dict[str, Any]:
-        """The training state without the weights: the optimizer's state and rates, and two counters."""
+        """The training state without the weights: the optimizer's state dict, and the numbers of steps and of
+        skipped steps in a row."""
         counters = {"number": self.number, "bad": self.bad_steps}
         return {"format": FORMAT, **counters, "optimizer": self.optimizer.state_dict()}
 
@@ -340,7 +341,7 @@ def _scaled_rates(optimizer: Optimizer, scale: float) -> Iterator[None]:
         yield
     finally:
         for group, lr, scaled in rates:
-            if group["lr"] is scaled:  # if false, a hook of the optimizer changed the rate
+            if group["lr"] is scaled:  # otherwise, a hook of the optimizer changed the rate
                 group["lr"] = lr
 
 
@@ -358,9 +359,9 @@ def cast_frozen(model: nn.Module, dtype: torch.dtype) -> int:
     """Cast frozen linear layers to `dtype`, the dtype of autocast; returns the number of cast layers.
 
     Training under autocast gives the same results as without the cast, bit for bit. The weights are rounded in
-    place; if the original weights are needed, save them or compute their digest before. In a quantized layer, only
-    the dtype of its dequantized weight changes. Trainable weights are not changed. Norms and embeddings are cast
-    only if `dtype` is float32, since a forward pass without autocast needs a single dtype.
+    place; if the original weights are needed, save them or compute their digest before. A quantized layer keeps
+    its codes; only the dtype to which it dequantizes changes. Trainable weights are not changed. Norms and
+    embeddings are cast only if `dtype` is float32, since a forward pass without autocast needs a single dtype.
     """
     count = 0
     if dtype == torch.float32:
@@ -383,7 +384,8 @@ def cast_frozen(model: nn.Module, dtype: torch.dtype) -> int:
 
 
 def _grad_values(p: Tensor) -> Tensor:
-    """The values of a parameter's gradient; for a sparse gradient (as of nn.Embedding), the coalesced values."""
+    """The values of a parameter's gradient; for a sparse gradient (nn.Embedding with sparse=True), the coalesced
+    values."""
     assert p.grad is not None, "a parameter with a gradient"
     if not p.grad.is_sparse:
         return p.grad
