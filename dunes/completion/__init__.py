@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 __all__ = ["Cancelled", "LineCompleter", "Source", "Suggestion"]
 Source = Literal["model", "copies"]
-"""`"copies"` for a copied line, `"model"` for a line of the mixture of model and copies."""
+"""`"copies"` for a copied line, `"model"` for a line generated from the mixture of model and copies."""
 
 
 @dataclass(frozen=True)

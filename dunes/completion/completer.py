@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class FolderCompleter(CompletionEngine):
-    """The completer of a model folder, with the training files and test documents for the evaluation."""
+    """The completer of a model folder. The evaluation also gets the training files and test documents from it."""
 
     def __init__(self, folder: Path, any_base: bool = False, loaded: LoadedModel | None = None) -> None:
         loaded = loaded or round_for_speed(checkpoint.load_with_tokenizer(folder, measure.device(), any_base))
@@ -194,7 +194,7 @@ def model_or_copies(folder: Path, line: Callable[[str], object], load: Callable[
 def find_completer(
     folder: Path, line: Callable[[str], object], any_base: bool = False, loaded: LoadedModel | None = None
 ) -> FolderCompleter | CopyCompleter:
-    """The completer of a model folder, or of a run as in `model_or_copies`.
+    """The completer of a model folder or run, chosen by `model_or_copies`.
 
     `line` is called with a note if the completer only copies.
     """
@@ -208,9 +208,9 @@ def find_completer(
 class CopyNearest:
     """Copies the text that follows the longest match (at most 128 bytes) of the text before the cursor.
 
-    The sources are `far`, and the file above and below the cursor. Among equally long matches, matches in the file
-    precede matches in `far`, and later matches in a text precede earlier ones. A suggestion's probability is no
-    estimate; it only grows with the length of the match.
+    This text is searched for in `far`, and in the file above and below the cursor. Among equally long matches,
+    matches in the file precede matches in `far`, and later matches in a text precede earlier ones. A suggestion's
+    probability is no estimate; it only grows with the length of the match.
     """
 
     def __init__(self, far: Sequence[TextSource]) -> None:

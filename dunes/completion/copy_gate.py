@@ -1,4 +1,5 @@
-"""The gate that mixes a model with copying, fitted on text that neither the model nor the index has seen.
+"""Fits, writes and reads the gate that mixes model and copies. Its training text was seen by neither the model nor
+the index.
 
 At the end of a run, the gate is written to RUN/completion/gate.safetensors, and its thresholds and losses to
 RUN/completion/gate.json.

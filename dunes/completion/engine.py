@@ -250,7 +250,7 @@ class CompletionEngine:
         moves = 4 if room <= self.prompt_tokens else 2  # evaluating a long prompt again is slow
         room = min(room, self.prompt_tokens)
         below = below[: int(SUFFIX * room)]
-        narrow = room < 2 * (len(below) + 3)  # the text above matters more
+        narrow = room < 2 * (len(below) + 3)  # the text above matters more than the text below
         if narrow or self._form is None or not any(self.files.pieces[i].strip() for i in below):
             return [*window(text, room, moves)]
         prefix, suffix, middle = self._form.ids

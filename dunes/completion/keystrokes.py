@@ -121,7 +121,7 @@ class Typing:
 
 
 class FileSuggestions:
-    """The suggestions of a completer in a file; each position is requested once.
+    """The suggestions of a completer in a file; the completer is called once per position.
 
     `cold` contains the seconds of the first request, `warm` the seconds of later requests inside a line. If
     `below` is true, the completer also gets the text from the next line on.

@@ -308,8 +308,8 @@ def first_line(text: str) -> str:
 
 
 def unmatched(text: str) -> tuple[str, int | None]:
-    """The closing brackets missing at the end of a text, innermost first, and None. For a text with an unmatched
-    closing bracket, returns an empty string and the position of the first such bracket."""
+    """Two values: the closing brackets missing at the end of a text, innermost first, and None. For a text with an
+    unmatched closing bracket, returns an empty string and the position of the first such bracket."""
     closing = ""
     for place, character in enumerate(text):
         if character in BRACKETS:

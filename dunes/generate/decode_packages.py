@@ -72,8 +72,8 @@ LAYERS_OF_A_FORM = 8
 """Only one block per form (set of blocks of equal structure) is compiled if forms have at least this many blocks
 on average. Compiling one more form takes as long as compiling seven more blocks in one file."""
 LAYER_PARAMETERS = 2_000_000
-"""Only one block per form is compiled if blocks have at least this many linear parameters on average. In smaller
-blocks, the calls of native code would dominate the time."""
+"""Only one block per form is compiled if blocks have at least this many parameters in linear layers on average. In
+smaller blocks, the calls of native code would dominate the time."""
 TEXT_OPTIONS: dict[str, Any] = {"aot_inductor.package_constants_in_so": False, "cpp.dynamic_threads": True}
 ROW_OPTIONS = TEXT_OPTIONS | {"realize_reads_threshold": 1, "score_fusion_memory_threshold": 1}
 OPTIONS = ROW_OPTIONS | {

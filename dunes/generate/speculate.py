@@ -33,8 +33,8 @@ def look_up(
 ) -> Proposal:
     """Propose the ids after the last earlier occurrence of the text's longest repeated suffix (prompt lookup).
 
-    The suffix has `shortest` to `longest` ids. A proposal shorter than `count` ids is repeated up to `count`.
-    Raises ValueError for ids of 0x110000 or more, the limit of `chr`.
+    The suffix has `shortest` to `longest` ids. A shorter proposal is repeated until it has `count` ids. Raises
+    ValueError for ids of 0x110000 or more, the limit of `chr`.
     """
     text = "".join(map(chr, ids))  # string search is fast
     length, position = last_match(text, text[max(0, len(text) - longest) :])

@@ -247,8 +247,8 @@ class Server:
         self._recent = deque([*others, (monotonic(), request, answer.text)], REMEMBERED)
 
     def _places(self) -> list[dict[str, Any]]:
-        """The places of editors' last requests, newest first, each with the text shown then and the text suggested
-        now."""
+        """The editors' last requests, newest first: for each, the line up to the cursor, the text shown then and
+        the text suggested now."""
         places = []
         for time, request, shown in [*self._recent][::-1]:
             model = self.worker.find(request.model)

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 ITEMS = 3
 """Maximum number of suggestions."""
 IDLE = 0.5
-"""An open file is indexed after this number of seconds without a change, so that other files can copy from it."""
+"""An open file is indexed after this many seconds without a change; completions in other files then copy from
+it."""
 
 
 def start(

@@ -30,7 +30,7 @@ HINTS = re.compile(r"\A\W{1,4} language: [^\n]*\n(?:\W{1,4} indentation: [^\n]*\
 Settings = Mapping[str, float]
 """Settings of a sampler, by name; missing settings are neutral."""
 UNNAMED = "filename"
-"""Placeholder name of llama-server for the file of an `/infill` request."""
+"""Placeholder of llama-server for the name of the file in an `/infill` request."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""A served model folder: complete lines, batch text requests, and reload the model when the folder changes.
+"""Serves a model folder: completes lines, generates texts in batches, and reloads the model when the folder
+changes.
 
 For a request without a path, the file is identified by the lines around the cursor.
 """
@@ -239,7 +240,8 @@ class ServedModel:
         return completer.threshold(self.acceptance) if fitted else UNFITTED
 
     def lines(self, request: LineRequest, is_cancelled: Callable[[], bool]) -> list[Answer]:
-        """The suggestions at a cursor, best first; a too improbable or too short suggestion has an empty text."""
+        """The suggestions at a cursor, best first. If a suggestion is too improbable or too short, its text is
+        empty."""
         start, completer, files = perf_counter(), self.current.completer, self.current.files
         name = request.name and self.name_of(request.name)
         name = name or files.find(request.before, request.after)
@@ -302,8 +304,8 @@ class ServedModel:
         """The request, with its messages encoded as a prompt for the model's next turn. Thread-safe.
 
         A model without a chat template reads the request's `prompt`. For such a model, raises Refused if `prompt`
-        is empty, or if the request has a system message or thinking. Also raises Refused if the template refuses
-        the messages.
+        is empty, or if the request has several messages or asks for thinking. Also raises Refused if the template
+        refuses the messages.
         """
         batch, chats = self.require_batch(), self.current.chats
         chat, variables = chats.get(request.model, chats[self.name]), dict(request.variables)
