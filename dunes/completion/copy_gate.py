@@ -1,5 +1,5 @@
-"""Fits, writes and reads the gate that mixes model and copies. Its training text was seen by neither the model nor
-the index.
+"""Fits, writes and reads the gate that mixes model and copies. Neither the model nor the index has seen the text
+on which the gate is fitted.
 
 At the end of a run, the gate is written to RUN/completion/gate.safetensors, and its thresholds and losses to
 RUN/completion/gate.json.
@@ -40,8 +40,8 @@ PLACES_PER_STEP = 5
 FACTORS = 20
 """Number of factors above 0 that `best_factor` tries."""
 RENEWED = 100
-"""When an entire text is scored, sources are rebuilt each time the text above has grown by 1/RENEWED. Rebuilding
-them for each line would be slow."""
+"""When an entire text is scored, sources are rebuilt each time the text above the current line has grown by
+1/RENEWED. Rebuilding them for each line would be slow."""
 CONTEXT = 64
 """At most this many ids before a position are searched for in the sources."""
 ROOM = 3 * CANDIDATES + TOP
@@ -197,8 +197,8 @@ def scored_places(
 
     The `count` ids (default: all) start at index `first` (default: after the header).
 
-    `sources_of` is called with the ids of the lines above; without `first`, only each time the text above has
-    grown by 1 %.
+    `sources_of` is called with the ids of the lines above; without `first`, only each time these lines have grown
+    by 1 %.
     """
     is_complete = first is None
     first = max(text.starts[0] if first is None else first, 1)

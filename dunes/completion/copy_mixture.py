@@ -180,8 +180,8 @@ class Mixture:
         """`log P(typed text | prompt)`. A line's log-probability minus this value is conditional on the typed
         text.
 
-        The probability includes an id that covers only a part of the typed text if this request has evaluated the
-        text up to this id.
+        If an id covers only a part of the typed text, its continuations count only if this request has computed
+        their probabilities.
         """
         prob = self._typed_prob(tuple(prompt))
         return math.log(prob) if prob > 0 else 0.0

@@ -270,8 +270,8 @@ class CompletionEngine:
         return sources
 
     def far(self, name: str, texts: Collection[NamedText] = ()) -> list[TextSource]:
-        """The sources to copy from in other files: open files and unchanged files of the index, except the file
-        `name`, and `texts`."""
+        """The sources to copy from in `texts` and in all files except `name`: open files, and unchanged files of
+        the index."""
         sources = self._open.far(name)
         if self.index:
             hidden = self.index.names & {name, *self._open.texts}

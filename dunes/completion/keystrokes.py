@@ -67,7 +67,7 @@ def file_lines(text: str) -> list[Line]:
 
 def cut_points(name: str, text: str, lines: Sequence[Line], seed: int = 0, count: int = 60) -> list[CutPoint]:
     """At most `count` cursors inside lines, and a third as many at line starts; both are in the file's order. A
-    cursor inside brackets that the line closes later occurs a second time, as if an editor had inserted the
+    cursor inside brackets that the line closes later is returned a second time, as if an editor had inserted the
     closing brackets behind the cursor.
 
     Lines are drawn without replacement, and one cursor is drawn in each of these lines, so that long lines have no

@@ -1,4 +1,4 @@
-"""Replaces names in a suggestion by names near the cursor, by rules instead of a model.
+"""Rules replace names in a suggestion by names near the cursor.
 
 A half-typed name is completed to a name of this file or of an open file. A copied line gets the names of its new
 surroundings. A name that the block already defines is not defined again. The rules use words, brackets and
@@ -272,8 +272,8 @@ def _rest(typed: str, line: str, names: Mapping[str, str]) -> str:
 
 
 def _rename(token: str, names: Mapping[str, str]) -> str:
-    """The token with names replaced. If an old and a new name differ only in a part, this part is replaced in any
-    token."""
+    """The token, with old names replaced by new names. If an old and a new name differ only in a part, this part
+    is replaced in any token."""
     if token in names:
         return names[token]
     parts = "\0".join(["", *_PART.findall(token), ""])

@@ -1,13 +1,13 @@
 """Copying: a trained gate mixes a language model with ids that followed earlier occurrences of the context.
 
-Texts are searched as ids and as bytes. Ids that follow the longest match of ids and shorter matches are blended as
-in prediction by partial matching (PPM). After each match, every distinct id adds one pseudocount; the sum of these
-pseudocounts is shared among the ids in proportion to the blend of the shorter matches. Matches of bytes do not
-depend on token boundaries. The first ids of the lines after the longest match of bytes are candidates, too. A gate
-then changes the log-probabilities of all candidates and of the model's most probable ids, and the result is
-normalised. The gate's features are match lengths, the probabilities under the sources and the model, and, for each
-id, its frequency and recency in the file and its characters. https://doi.org/10.1109/TCOM.1984.1096090 (PPM),
-https://arxiv.org/abs/2401.17377 (matches of any length)
+Texts are searched as ids and as bytes. The ids after the longest match of ids and the ids after shorter matches
+are blended as in prediction by partial matching (PPM). After each match, every distinct id adds one pseudocount;
+the sum of these pseudocounts is shared among the ids in proportion to the blend of the shorter matches. Matches of
+bytes do not depend on token boundaries. The first ids of the lines after the longest match of bytes are
+candidates, too. A gate then changes the log-probabilities of all candidates and of the model's most probable ids,
+and the result is normalised. The gate's features are match lengths, the probabilities under the sources and the
+model, and, for each id, its frequency and recency in the file and its characters.
+https://doi.org/10.1109/TCOM.1984.1096090 (PPM), https://arxiv.org/abs/2401.17377 (matches of any length)
 """
 
 # Shapes: C candidates, F features, V vocabulary, N positions.

@@ -53,7 +53,8 @@ Call = Callable[[Callable[[], Any]], Future[Any]]
 SHORT = 3
 """Minimum number of characters of a suggestion that does not complete its line."""
 PATHS = 64
-"""Number of paths for which the file's name in training is cached. Other look-ups read the model's card."""
+"""Number of paths for which the file's name in training is cached. For any other path, the model's card is
+read."""
 UNFITTED = 0.3
 """Minimum probability of a shown suggestion if no threshold was fitted."""
 FILES = (
