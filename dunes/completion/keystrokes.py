@@ -1,5 +1,5 @@
-"""Simulated typing: choose cursors in a file's lines, and count the keys saved if every key is followed by a
-suggestion.
+"""Simulated typing: choose cursors in a file's lines, and count the keys saved if a suggestion is requested after
+every key.
 
 Cursors and lines depend only on the seed, the file's name and its text. All completers thus get the same requests,
 and a new file changes no cursor in other files. The simulated user knows the line, and accepts the first word of a
@@ -66,13 +66,13 @@ def file_lines(text: str) -> list[Line]:
 
 
 def cut_points(name: str, text: str, lines: Sequence[Line], seed: int = 0, count: int = 60) -> list[CutPoint]:
-    """At most `count` cursors inside lines, and a third as many at line starts, each kind in the file's order. A
-    cursor inside brackets that the line closes later occurs a second time, as if an editor had inserted the
+    """At most `count` cursors inside lines, and a third as many at line starts; both are in the file's order. A
+    cursor inside brackets that the line closes later is returned a second time, as if an editor had inserted the
     closing brackets behind the cursor.
 
-    Lines are drawn without replacement, and one character is drawn in each line, so that long lines have no more
-    cursors than short ones. A cursor inside a line is after the first and before the last character of the line
-    without indentation.
+    Lines are drawn without replacement, and one cursor is drawn in each of these lines, so that long lines have no
+    more cursors than short ones. A cursor inside a line is after the first and before the last character of the
+    line without indentation.
     """
     random = _generator(name, text, seed)
     longer = [line for line in lines if len(line.text) > 1]
@@ -92,7 +92,8 @@ def sample_lines(name: str, text: str, lines: Sequence[Line], seed: int = 0, cou
 
 @dataclass(frozen=True)
 class Typing:
-    """Totals over typed lines: characters, keys pressed, and different suggestions shown and (partly) accepted."""
+    """Totals over typed lines: characters, keys pressed, suggestions shown, and suggestions of which a word was
+    accepted. Successive suggestions of the same completed line count once."""
 
     characters: int = 0
     keys: int = 0
@@ -105,22 +106,22 @@ class Typing:
 
     @property
     def saved(self) -> float:
-        """Share of keys saved; NaN without characters."""
+        """Share of keys saved, compared with one key per character; NaN without characters."""
         return 1 - self.keys / self.characters if self.characters else math.nan
 
     @property
     def acceptance(self) -> float:
-        """Share of shown suggestions that is accepted; NaN without suggestions."""
+        """Share of shown suggestions that were accepted; NaN without suggestions."""
         return self.accepted / self.shown if self.shown else math.nan
 
     @property
     def shown_per_line(self) -> float:
-        """Mean number of different suggestions shown per line; NaN without lines."""
+        """Mean number of suggestions shown per line; NaN without lines."""
         return self.shown / self.lines if self.lines else math.nan
 
 
 class FileSuggestions:
-    """The suggestions of a completer in a file; each position is requested once.
+    """The suggestions of a completer in a file; the completer is called once per position.
 
     `cold` contains the seconds of the first request, `warm` the seconds of later requests inside a line. If
     `below` is true, the completer also gets the text from the next line on.
@@ -202,11 +203,12 @@ def fit_threshold(answers: Sequence[tuple[CutPoint, int, Suggestion]], acceptanc
     """The lowest threshold at which users accept at least the share `acceptance` of shown suggestions; 2.0 if
     there is no such threshold.
 
-    `answers` are cursors inside lines, their `column_in_word` and the suggestions there. Cursors can be at any
-    character of a word, but a user accepts a word only once. A correct suggestion therefore has weight 1/n, where
-    n estimates the number of cursors in the word with a correct suggestion. Each suggested character but the last
-    adds 1 to n, and each character before the cursor adds 1/2. A correct suggestion of only the last character of
-    a partly typed word is ignored, since it saves no key. (docs/log/completion.md, "Thresholds from cursors".)
+    `answers` contains, for each cursor, the cursor, its `column_in_word` and the suggestion. A sampled cursor can
+    be at any character of a word, but a user accepts a word only once. A correct suggestion therefore has weight
+    1/n, where n estimates the number of cursors in the word with a correct suggestion. Each suggested character
+    but the last adds 1 to n, and each character before the cursor adds 1/2. A correct suggestion of only the last
+    character of a partly typed word is ignored, since it saves no key. (docs/log/completion.md, "Thresholds from
+    cursors".)
     """
     rows = list[tuple[float, float, float]]()
     for cut, column, suggestion in answers:
@@ -234,7 +236,8 @@ def _cut_point(text: str, line: Line, column: int, kind: Literal["character", "l
 
 
 def _inside_brackets(text: str, cut: CutPoint) -> CutPoint | None:
-    """The cursor with all open brackets closed behind it; None if the line leaves the innermost bracket open."""
+    """The cursor with closing brackets inserted behind it; None unless the line later closes its innermost open
+    bracket."""
     typed = split_lines(text[: cut.offset])[-1]
     behind, (_, place) = unmatched(typed)[0], unmatched(cut.rest)
     if not behind or not place or cut.rest[place] != behind[0] or not cut.rest[:place].strip():

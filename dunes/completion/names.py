@@ -1,4 +1,4 @@
-"""Replace names in a suggestion by names near the cursor; the rules need no model.
+"""Rules replace names in a suggestion by names near the cursor.
 
 A half-typed name is completed to a name of this file or of an open file. A copied line gets the names of its new
 surroundings. A name that the block already defines is not defined again. The rules use words, brackets and
@@ -19,7 +19,7 @@ from dunes.generate.copying import DEPTH_BYTES, TextSource
 from dunes.text.lines import split_lines
 
 LEAST = 3
-"""Minimum characters of a half-typed name."""
+"""Minimum number of typed characters for completing a half-typed name."""
 SAME = 0.98
 """Probability of the only name that continues a half-typed word, if this name was already suggested."""
 OTHER = 0.55
@@ -29,13 +29,13 @@ REPEATED = 0.75, 0.4
 RENAMED = 0.65, 0.2
 """Probabilities (first word, full rest) of a suggestion that is a copied line with other names."""
 REACH = 20_000
-"""Number of characters above and below the cursor that are searched for lines."""
+"""Maximum number of characters above and below the cursor that are split into lines."""
 SCOPE = 80
 """Maximum number of lines above the cursor that are searched for the header of its function."""
 ALIKE = 6
-"""Number of lines above the cursor and above a copied line that are compared."""
+"""Number of lines above the cursor that are compared with the lines above a copied line."""
 LINE = 400
-"""Maximum characters of a line."""
+"""Maximum characters of a line that the rules read."""
 _SEPARATOR = re.compile(r"\s*,\s*")
 _TOKEN = re.compile(r"\w+|[^\w\s]")
 _SPACED = re.compile(rf"{_TOKEN.pattern}|\s+")
@@ -60,8 +60,8 @@ _DEFINED = re.compile(
 class Place:
     """A cursor between `before` and `after`, the texts of open files (newest first), and sources to copy from.
 
-    `suggest(text)` returns the suggestions after inserting `text` at the cursor, best first. `limit` cuts a
-    changed suggestion.
+    `suggest(text)` returns the suggestions after inserting `text` at the cursor, best first. `limit` applies the
+    request's limits to a suggestion that a rule has changed.
     """
 
     before: str
@@ -137,7 +137,7 @@ class Place:
 
 
 def newest(texts: Mapping[str, str | None], name: str, options: CompleteOptions) -> list[str]:
-    """The texts of open files except `name`, in reverse order, followed by the texts in `options.files`."""
+    """The texts of open files except `name`, newest first, followed by the texts in `options.files`."""
     opened = [text for other, text in reversed([*texts.items()]) if text and other != name]
     return [*opened, *(text for _, text in options.files)]
 
@@ -165,9 +165,9 @@ def repeated(place: Place, best: Suggestion) -> Suggestion | None:
 def renamed_copy(place: Place, best: Suggestion) -> Suggestion | None:
     """A suggestion that is a copied line, with its names replaced by names near the cursor.
 
-    The lines above the cursor are compared with the lines above the copied line. If two of these lines differ only
-    in names, the suggestion gets the names above the cursor. Names that occur in the function at the cursor are
-    not replaced.
+    The lines above the cursor are compared with the lines above the copied line. If the lines of a pair differ
+    only in names, these names of the copied line are replaced by the names above the cursor. Names that occur in
+    the function at the cursor are not replaced.
     """
     line = place.typed + first_line(best.text).rstrip()
     tokens, above = _TOKEN.findall(line), [*map(_TOKEN.findall, place.above)]
@@ -233,8 +233,8 @@ def not_again(place: Place, best: Suggestion) -> Suggestion | None:
 
 
 def _copied_lines(source: TextSource, line: bytes) -> Iterator[list[list[str]]]:
-    """For each longest match of the end of `line`, yield a list: the tokens of the matched line, and the tokens of
-    each line above it."""
+    """For each occurrence of the longest match of the end of `line`, yield the tokens of the matched line and of
+    the lines above it."""
     length, positions = source.longest(line[-DEPTH_BYTES:])
     for place in positions if 2 * length >= min(len(line), DEPTH_BYTES) else ():
         end = source.text.find(b"\n", place)
@@ -254,7 +254,8 @@ def _head(tokens: Sequence[str]) -> Sequence[str]:
 
 
 def _renaming(old: Sequence[str], new: Sequence[str]) -> dict[str, str]:
-    """Maps old to new names if two lines differ only in names; empty if more than half of the tokens differ."""
+    """A map of old to new names if two lines differ only in names; empty if more than half of the tokens
+    differ."""
     pairs = {(a, b) for a, b in zip(old, new, strict=False) if a != b}
     same = sum(a == b for a, b in zip(old, new, strict=False))
     is_alike = len(old) == len(new) > 1 and 2 * same >= len(old) and len(dict(pairs)) == len(pairs)
@@ -271,8 +272,8 @@ def _rest(typed: str, line: str, names: Mapping[str, str]) -> str:
 
 
 def _rename(token: str, names: Mapping[str, str]) -> str:
-    """The token with names replaced. If an old and a new name differ only in a part, this part is replaced in any
-    token."""
+    """The token, with old names replaced by new names. If an old and a new name differ only in a part, this part
+    is replaced in any token."""
     if token in names:
         return names[token]
     parts = "\0".join(["", *_PART.findall(token), ""])
@@ -295,7 +296,7 @@ def _defined(line: str) -> str:
 
 
 def _names(text: str, part: str) -> list[str]:
-    """The words outside comments that begin with `part`."""
+    """The words that begin with `part` and are not in comments."""
     matches = re.finditer(rf"{part}\w*", text)  # with \b, the search would be many times slower
     above = ((name[0], text[max(0, name.start() - LINE) : name.start()]) for name in matches)
     return [

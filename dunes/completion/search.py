@@ -25,7 +25,8 @@ BEAMED = 5
 LEAD = 1.5
 """Lead (nats) of the best beam over the second beam at which beam search ends."""
 HOPELESS = -2.3
-"""If a line's log-probability (nats) is below this, decoding stops, and the line is replaced by a copied line."""
+"""If a line's log-probability (nats) is below this, decoding stops early, and a copied line may replace the
+line."""
 NEGLIGIBLE = -4.6
 """Log-probability (nats) of a copied line below which the remaining ids of the line are not evaluated."""
 LIKELY = -1.9
@@ -38,7 +39,8 @@ class CompleteOptions:
     suggestions (`alternatives`).
 
     A suggestion ends before a string in `stop`, and after at most `max_tokens` tokens. `cancelled` is called
-    between two forwards. `files` are (name, text) pairs to copy from in this request only.
+    between two forwards, and ends the search by returning True. `files` are (name, text) pairs to copy from in
+    this request only.
     """
 
     lines: int = 1
@@ -89,8 +91,8 @@ class Beam(NamedTuple):
 
 
 class LineSearch:
-    """Search for lines at a cursor that follows a prompt and the typed bytes. At most `room` ids fit after the
-    prompt."""
+    """Searches for the most probable lines at a cursor after a prompt and the typed bytes. At most `room` ids fit
+    after the prompt."""
 
     def __init__(self, mixture: Mixture, prompt: Sequence[int], options: CompleteOptions, room: int) -> None:
         self.mixture, self.prompt, self.options = mixture, prompt, options
@@ -149,7 +151,7 @@ class LineSearch:
 
     def _or_copy(self, beam: Beam) -> Beam:
         """The beam, or the line after the text's longest match if the beam's log-probability is below HOPELESS.
-        The beam stays if its first word is likely and differs from the copy's first word."""
+        The beam is kept if its first word is likely and differs from the copy's first word."""
         if (beam.ids and (beam.total >= HOPELESS or self._uncovered(beam))) or not self._copied:
             return beam
         copy = self.score(self._copied, bounded=True)

@@ -25,7 +25,7 @@ Text = TypeVar("Text", str, bytes)
 
 
 class Match(NamedTuple):
-    """The positions `order[first:last]` of an index; their contexts share the last `length` items."""
+    """The positions `order[first:last]` of an index. The contexts before them end with the same `length` items."""
 
     length: int
     first: int
@@ -59,8 +59,8 @@ class ContextIndex:
     def matches(self, context: Sequence[int], lengths: Sequence[int] = ()) -> list[Match]:
         """Matches of a context's suffixes; the last match belongs to the longest suffix that occurs in `items`.
 
-        The other matches belong to the shorter suffixes whose lengths are in `lengths` (ascending). At most
-        `depth` items are compared. The list is empty if no suffix occurs.
+        The other matches belong to the shorter suffixes whose lengths are in `lengths` (ascending). At most the
+        last `depth` items of the context are compared. The list is empty if no suffix occurs.
         """
         context, size = context[-self.depth :], self.items.itemsize
         key = context[::-1] if isinstance(context, bytes) else _backwards(np.array(context, self.items.dtype))
@@ -136,7 +136,7 @@ def sorted_contexts(
 ) -> NDArray[np.int32]:
     """Positions (N,), int32, of a text, sorted by the `depth` items before each position, nearest item first."""
     count, bits = len(items), (int(items.max(initial=0)) + 1).bit_length()
-    padded = np.zeros(depth + count, np.int64)  # 0 pads before the first item
+    padded = np.zeros(depth + count, np.int64)  # 0 stands for missing items before the first item
     padded[depth:] = items
     padded[depth:] += 1
     width = min(63 // bits, depth)

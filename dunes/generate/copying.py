@@ -1,16 +1,16 @@
 """Copying: a trained gate mixes a language model with ids that followed earlier occurrences of the context.
 
-Texts are searched as ids and as bytes. Ids that follow the longest match of ids and shorter matches are blended as
-in prediction by partial matching (PPM). The counts after a match get one pseudocount per distinct id; the
-pseudocounts are distributed like the blend of the shorter matches. Matches of bytes do not depend on token
-boundaries. The first ids of the lines after the longest match of bytes are candidates, too. A gate then changes
-the log-probabilities of all candidates and of the model's most probable ids, and the result is normalised. The
-gate's features are match lengths, the probabilities under the sources and the model, and each id's frequency in
-the file, recency and characters. https://doi.org/10.1109/TCOM.1984.1096090 (PPM), https://arxiv.org/abs/2401.17377
-(matches of any length)
+Texts are searched as ids and as bytes. The ids after the longest match of ids and the ids after shorter matches
+are blended as in prediction by partial matching (PPM). After each match, every distinct id adds one pseudocount;
+the sum of these pseudocounts is shared among the ids in proportion to the blend of the shorter matches. Matches of
+bytes do not depend on token boundaries. The first ids of the lines after the longest match of bytes are
+candidates, too. A gate then changes the log-probabilities of all candidates and of the model's most probable ids,
+and the result is normalised. The gate's features are match lengths, the probabilities under the sources and the
+model, and, for each id, its frequency and recency in the file and its characters.
+https://doi.org/10.1109/TCOM.1984.1096090 (PPM), https://arxiv.org/abs/2401.17377 (matches of any length)
 """
 
-# Shapes: C candidates, F features, V vocabulary, N places.
+# Shapes: C candidates, F features, V vocabulary, N positions.
 
 import math
 from collections.abc import Callable, Sequence
@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from dunes.generate.context_index import ContextIndex, last_match
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
-"""Match lengths, in ids, that are blended with the longest match."""
+"""Lengths, in ids, of the shorter matches that are blended with the longest match."""
 FOLLOWERS = 256
-"""Approximate maximum of occurrences that are read per match of ids (fewer than twice as many)."""
+"""Of a match of ids, fewer than twice this many occurrences are read, evenly spaced in the index."""
 CANDIDATES = 16
 """Maximum number of ids that a source proposes."""
 TOP = 24
@@ -37,9 +37,9 @@ TOP = 24
 DEPTH_BYTES = 64
 """Maximum length of a match of bytes."""
 CONTEXT_IDS = 48
-"""Maximum number of last ids of a text whose bytes are searched for."""
+"""The bytes of at most this many ids, at the end of a text, are searched for."""
 CONTINUATIONS = 8
-"""Approximate maximum of occurrences that are read per match of bytes (fewer than twice as many)."""
+"""Of a match of bytes, fewer than twice this many occurrences are read, evenly spaced in the index."""
 AHEAD = 24
 """Maximum number of bytes after a match that are encoded into ids."""
 LINE = 120
@@ -105,7 +105,7 @@ class Vocabulary:
 
     @cached_property
     def kinds(self) -> NDArray[np.float32]:
-        """Features (V, 8) of each id's text; NAMES are their names."""
+        """Features (V, 8) of each id's text, named as in NAMES."""
         texts = [piece.strip() for piece in self.pieces]
         firsts, inner = ([part[:1] or b"\0" for part in parts] for parts in (self.pieces, texts))
         first, start, last = (
@@ -143,7 +143,7 @@ class Sources:
 
     @cached_property
     def uses(self) -> NDArray[np.float32]:
-        """Features (V, 3) of each id's use in the file, each as `log2(1 + x)`; NAMES are their names.
+        """Features (V, 3) of each id's use in the file, each as `log2(1 + x)`, named as in NAMES.
 
         `count` is the number of the id's occurrences. `distance` is the number of ids from the id's last
         occurrence above the cursor to the cursor; without an occurrence, `distance` equals `above`. `above` is the
@@ -163,16 +163,17 @@ class Sources:
 
 @dataclass(frozen=True)
 class Copies:
-    """Proposes ids to copy after the ids of a text.
+    """Proposes ids to append to the ids of a text.
 
-    The text from id `start` on must begin with the bytes `typed`.
+    `typed` are the bytes that the user typed after the first `start` ids. As long as later ids cover only a part
+    of `typed`, a proposed line begins with the other part.
     """
 
     sources: Sources
     typed: bytes = b""
     start: int = 0
 
-    # For lines, "share" is 1 for the first id of the last line, else 0; "prob" (fraction of lines) is no feature.
+    # For lines, "share" is 1 for the first id of the last matched line, else 0; "prob" is no feature.
     NAMES: ClassVar = (
         *(f"{part} {column}" for part in ("near ids", "far ids") for column in COLUMNS),
         *(f"{part} {column}" for part in ("near lines", "far lines") for column in COLUMNS[1:]),
@@ -205,7 +206,7 @@ class Copies:
         return sources.vocabulary.encode(rest + line_at(text, positions[0], LINE))[:limit] if length else ()
 
     def uncovered(self, ids: Sequence[int]) -> bytes:
-        """The bytes of `typed` that the ids from `start` on do not cover yet."""
+        """The end of `typed`, without the bytes that `ids[start:]` already cover."""
         pieces = self.sources.vocabulary.pieces
         covered = sum(len(pieces[i]) for i in ids[self.start :][: len(self.typed)]) if self.typed else 0
         return self.typed[covered:]
@@ -236,7 +237,8 @@ def longest_match(sources: Sequence[TextSource], context: bytes) -> tuple[int, l
 
 
 def line_at(text: bytes, position: int, size: int) -> bytes:
-    """The rest of the line from `position` on, with the line end; at most `size` bytes, none of the next file."""
+    """The rest of the line from `position` on, with the line end; at most `size` bytes, and never beyond the
+    file's end."""
     line = text[position : position + size].partition(b"\0")[0]
     end = line.find(b"\n")
     return line if end < 0 else line[: end + 1]
@@ -267,7 +269,7 @@ def followers(index: ContextIndex, context: Sequence[int]) -> Followers:
 
 
 def _columns(source: Followers, ids: NDArray[np.int64]) -> list[NDArray[np.float64]]:
-    """Features of these ids from one source; COLUMNS are their names."""
+    """Features of these ids from one source, named as in COLUMNS."""
     probs, shares, mask = np.zeros(len(ids)), np.zeros(len(ids)), np.zeros(len(ids))
     place = np.searchsorted(ids, source.ids)
     probs[place], shares[place], mask[place] = source.probs, source.shares, 1.0
@@ -276,7 +278,8 @@ def _columns(source: Followers, ids: NDArray[np.int64]) -> list[NDArray[np.float
 
 
 class Gate(nn.Module):
-    """Two layers that predict changes of candidates' logprobs from their features and the model's logprobs.
+    """Two layers that compute, from a candidate's features and the model's log-probabilities, a change of its
+    log-probability.
 
     INPUTS are the names of the input features of the layer `up`.
     """
@@ -288,13 +291,14 @@ class Gate(nn.Module):
         self.up, self.down = nn.Linear(len(self.INPUTS), hidden), nn.Linear(hidden, 1)
 
     def forward(self, features: Tensor, logprobs: Tensor, best: Tensor) -> Tensor:
-        """Changes (..., C) for features (..., C, F), logprobs (..., C) and the model's highest logprob (...)."""
+        """The change (..., C) of each candidate's log-probability, for features (..., C, F), `logprobs` (..., C)
+        under the model and the model's highest log-probability `best` (...)."""
         own = torch.stack([logprobs, best[..., None].expand_as(logprobs)], -1).clamp(min=-15)
         x: Tensor = self.down(torch.tanh(self.up(torch.cat([features, own], -1))))
         return x[..., 0]
 
     def scale(self, factor: float) -> None:
-        """Multiply the changes by a factor; a gate scaled by 0 changes nothing."""
+        """Multiply the gate's output by a factor; with factor 0, the mixture equals the model's distribution."""
         with torch.no_grad():
             for parameter in self.down.parameters():
                 parameter.mul_(factor)

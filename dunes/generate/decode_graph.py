@@ -1,10 +1,10 @@
 """Decode graphs: forward passes that can be compiled ahead of time. A graph computes one or a few new tokens in
 one row, or one new token in each of several rows.
 
-The model's own parts are traced. Some of their operations are replaced by functions that Inductor fuses into few
-loops. A matrix product becomes a multiplication and a sum, with weights of any dtype. Attention reads the cache's
-readable slots, whose number is dynamic. A single token without a window needs no mask. New keys and values are
-written into the cache in place.
+torch.export traces the model's own modules, with some operations replaced by functions that Inductor fuses into
+few loops. A matrix product becomes a multiplication and a sum, with weights of any dtype. Attention reads the
+cache's readable slots, whose number is dynamic. A single token needs a mask only for an attention window. New keys
+and values are written into the cache in place.
 """
 
 # Shapes: T new tokens, K key/value heads, S readable slots, D head dim, V vocabulary.
@@ -36,12 +36,12 @@ LARGE = 1 << 20
 STACK = 1 << 20
 """Maximum size, in bytes, of the buffers that native code puts on its thread's stack."""
 FEW = 4
-"""Maximum number of tokens of the step for several tokens. This step takes 1.9 times as long as a one-token step;
-with 8 tokens, a step would take 3.5 times as long."""
+"""Maximum number of tokens per call of the code for several tokens. A call takes 1.9 times as long as for one
+token; with a maximum of 8 tokens, it would take 3.5 times as long."""
 TEXT = 0
-"""Key of the step for any number of tokens at the start of a text."""
+"""Key of the code for any number of tokens at the start of a text."""
 ROWS = -1
-"""Key of the step for one token in each of several rows."""
+"""Key of the code for one token in each of several rows."""
 
 
 class DecodeGraph(nn.Module):
@@ -102,7 +102,7 @@ class LayerGraph(nn.Module):
 
 
 class HeadGraph(DecodeGraph):
-    """The part of a `DecodeGraph` after its blocks."""
+    """The final norm and the output head of a `DecodeGraph`."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """The logits and the summary for outputs x (1, T, dim) of the last block."""
@@ -110,8 +110,8 @@ class HeadGraph(DecodeGraph):
 
 
 class TextGraph(DecodeGraph):
-    """A step for the first tokens of a text, computed like the model's own forward. The graph returns only the
-    last token's logits and summary.
+    """Computes the first tokens of a text like the model's own forward, and returns only the last token's logits
+    and summary.
 
     Raises ValueError for a model with attention windows, since a window's mask would need a constant size.
     """
@@ -122,7 +122,7 @@ class TextGraph(DecodeGraph):
 
 
 class RowGraph(DecodeGraph):
-    """A step for one new token in each of R rows; matrix products are library calls."""
+    """Computes one new token in each of R rows. Library calls compute the matrix products."""
 
     def forward(  # type: ignore[override]
         self,
@@ -289,11 +289,11 @@ _COUNTS = [torch.tensor([n]) for n in range(FEW + 1)]
 
 
 class CompiledStep:
-    """Native code of a step, bound to the model's weights without copying them.
+    """Native code that computes new tokens, bound to the model's weights without copying them.
 
     `runs` maps a number of tokens to code: 1 for one token, FEW for up to FEW tokens, TEXT for the start of a
-    text, ROWS for several rows. `dtype` is the dtype of the matrices. `example` is one of the caches that the step
-    supports; `state` is the `model_state` of the model.
+    text, ROWS for one token in each of several rows. `dtype` is the dtype of the matrices. `example` is a cache
+    whose tensors have the dtypes that the code expects; `state` is the `model_state` of the model.
     """
 
     def __init__(self, runs: Mapping[int, Run], dtype: torch.dtype) -> None:
@@ -351,7 +351,7 @@ def _scores(summary: Tensor, logits: Tensor) -> list[Scores]:
 
 
 def load_native(package: Path, *weights: Mapping[str, Tensor]) -> list[Run]:
-    """Functions that run the same native code, each with one item of `weights`.
+    """Functions that run the same native code, each bound to one item of `weights`.
 
     Raises ValueError if torch cannot load the code, if the code needs other weights, or if the stack of threads is
     too small.
@@ -361,7 +361,7 @@ def load_native(package: Path, *weights: Mapping[str, Tensor]) -> list[Run]:
     stack = threading.stack_size() or resource.getrlimit(resource.RLIMIT_STACK)[0]
     if 0 <= stack < 2 * STACK:
         raise ValueError(f"native code needs threads with a stack of {2 * STACK} bytes; the stack has {stack}")
-    # Inductor's loader takes two seconds to import its compiler; the loader of packages leaves files behind if the
+    # torch's loaders are not used: one imports the compiler for two seconds, the other leaves files behind if the
     # process is killed. A mapped file must not change, so a temporary copy is loaded.
     with TemporaryDirectory() as folder:
         for file in package.parent.glob(f"{package.stem}.*"):
@@ -381,7 +381,8 @@ def _with_weights(runner: Any, weights: Mapping[str, Tensor]) -> Run:
 
 
 def join_parts(model: nn.Module, layers: Sequence[Run], head: Run) -> Run:
-    """Join the code of blocks and head into a step's code; the model's own module computes embeddings."""
+    """Join the native code of blocks and head into one function; the model's own module computes the
+    embeddings."""
     decoder: Any = DecodeGraph(model).model
     embed = copy.deepcopy(decoder.embed, {id(t): t for t in named_tensors(model).values()}).eval()
 
@@ -405,7 +406,8 @@ def model_state(model: nn.Module) -> object:
 
 
 def step_weights(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Tensors of a step by name; matrices of plain linear layers and embeddings are converted to `dtype`."""
+    """Tensors that a compiled step reads, by name; matrices of plain linear layers and embeddings are converted to
+    `dtype`."""
     rounded = {id(t): t.detach().to(dtype) for t in _matrices(model)}
     weights = {name: rounded.get(id(t), t) for name, t in named_tensors(DecodeGraph(model)).items()}
     for name, layer in _step_layers(model).items():
@@ -414,7 +416,7 @@ def step_weights(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def outline(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy of the model for export, whose matrices have this dtype and no data."""
+    """A copy of the model for export, with uninitialised matrices of this dtype."""
     memo: dict[int, Any] = {id(t): t for t in named_tensors(model).values()}
     memo |= {id(t): nn.Parameter(torch.empty_like(t, dtype=dtype), False) for t in _matrices(model)}
     memo |= {id(model.get_submodule(name)): layer for name, layer in _step_layers(model).items()}
@@ -422,7 +424,7 @@ def outline(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _step_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """New layers from `for_step()`, by name, that replace the model's layers in a step."""
+    """New layers from `for_step()`, by name; they replace the model's layers in a compiled step."""
     layers = {name: m.for_step() for name, m in model.named_modules() if hasattr(m, "for_step")}
     return {name: layer for name, layer in layers.items() if layer is not model.get_submodule(name)}
 
@@ -483,7 +485,7 @@ def _float(function: Function) -> Function:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    # Summing several weight rows at once keeps more reads in flight (four if the matrix exceeds the cache).
+    # Summing several weight rows at once (four if the matrix exceeds the cache) keeps more reads in flight.
     # Several tokens share one loop, which reads the weights once; slices are faster here than `unbind`.
     tokens = [x] if x.shape[-2] == 1 else [x[..., i : i + 1, :] for i in range(x.shape[-2])]
     rows = (4 if weight.numel() >= LARGE else 2) // min(len(tokens), 2)

@@ -1,5 +1,5 @@
-"""Compiled decode steps in the user's cache folder: one package per model architecture, dtype, torch version and
-CPU.
+"""Packages of compiled decoding code in the user's cache folder: one per model architecture, dtype, torch version
+and CPU.
 
 A package contains native code, so it is read only from a folder that no other user can write to, never from a
 model folder. It contains no weights. AOTInductor compiles the code:
@@ -64,15 +64,16 @@ from dunes.tree.summary import stable_repr
 PACKAGE, CARD, CHOSEN, FORMAT = "native.so", "package.json", "chosen-", 7
 FILES = {1: PACKAGE, FEW: "native-few.so", TEXT: "native-text.so", ROWS: "native-rows.so"}
 """File names of native code by number of tokens; TEXT is the start of a text, ROWS a token in each of several
-rows. Only the first file is required. HEADS replace the first two files if one block per form is compiled."""
+rows. Only the first file is required. If only one block per form is compiled, the files in HEADS replace the first
+two files."""
 HEADS = {1: "native-head.so", FEW: "native-few-head.so"}
-"""File names of the head in packages where one block per form is compiled; see `_layer_file`."""
+"""File names of the head in packages where only one block per form is compiled; see `_layer_file`."""
 LAYERS_OF_A_FORM = 8
-"""Minimum mean number of blocks per form (of equal structure) for compiling only one block of each form. Compiling
-one more form takes as long as compiling seven more blocks in one file."""
+"""Only one block per form (set of blocks of equal structure) is compiled if forms have at least this many blocks
+on average. Compiling one more form takes as long as compiling seven more blocks in one file."""
 LAYER_PARAMETERS = 2_000_000
-"""Minimum mean number of linear parameters per block for compiling only one block of each form. In smaller blocks,
-calls would dominate the time."""
+"""Only one block per form is compiled if blocks have at least this many parameters in linear layers on average. In
+smaller blocks, the calls of native code would dominate the time."""
 TEXT_OPTIONS: dict[str, Any] = {"aot_inductor.package_constants_in_so": False, "cpp.dynamic_threads": True}
 ROW_OPTIONS = TEXT_OPTIONS | {"realize_reads_threshold": 1, "score_fusion_memory_threshold": 1}
 OPTIONS = ROW_OPTIONS | {
@@ -82,8 +83,8 @@ OPTIONS = ROW_OPTIONS | {
 """Inductor's options for a step. The code has no weights, runs with any number of threads, and computes each norm
 once.
 
-Buffers of up to ten times Inductor's limit are on the stack. Allocating some hundred tensors instead would take a
-seventh of a step's time at ten million parameters.
+Buffers of up to ten times Inductor's default limit are on the stack. With ten million parameters, allocating some
+hundred tensors instead would take a seventh of the time of a token.
 """
 TOLERANCE = {torch.bfloat16: 2e-1, torch.float16: 2e-2, torch.float32: 1e-4}
 """Maximum error of a step's logits, as a fraction of the largest logit, by the dtype of the step's matrices."""
@@ -161,12 +162,12 @@ def compile_step(
     """Compile the package that `load_step` loads, unless it exists; returns the package's folder and dtype.
 
     By default, `dtype` is the dtype recorded for these weights. Without a record, float32 matrices are rounded to
-    bfloat16 or float16: the fastest with the same ids in greedy decoding, if any. The chosen dtype is recorded.
-    Steps for FEW tokens, for the start of a text and for several rows are added if the model supports them. If
-    many large blocks have the same form, only one block per form and the head are compiled, for one token and for
-    FEW. With `whole`, the complete model is compiled, so that the files run without the model's modules. Raises
-    ValueError with the reason if the step cannot be exported or compiled, if it does not support the dtype, or if
-    no C++ compiler exists.
+    bfloat16 or float16, whichever is faster, provided that greedy decoding gives the same ids. The chosen dtype is
+    recorded. Steps for FEW tokens, for the start of a text and for several rows are added if the model supports
+    them. If many large blocks have the same form, only one block per form and the head are compiled, both for one
+    token and for FEW tokens. With `whole`, the complete model is compiled, so that the files run without the
+    model's modules. Raises ValueError with the reason if the step cannot be exported or compiled, if it does not
+    support the dtype, or if no C++ compiler exists.
     """
     check_step(model, dtype)
     folder = _folder(model)
@@ -182,8 +183,8 @@ def compile_step(
 
 
 def _choose_dtype(model: nn.Module, context_length: int) -> torch.dtype:
-    """The fastest half precision in which a float32 model generates the same greedy ids; the model's dtype if
-    there is none."""
+    """The fastest half-precision dtype in which a float32 model generates the same greedy ids; else the model's
+    own dtype."""
     own, steps = _dtype(model), dict[torch.dtype, CompiledStep]()
     for half in [d for d in TOLERANCE if d != own] if own == torch.float32 else []:
         with suppress(ValueError):  # weights may be too large for float16
@@ -195,7 +196,8 @@ def _choose_dtype(model: nn.Module, context_length: int) -> torch.dtype:
 
 
 def _fastest(steps: Mapping[torch.dtype, CompiledStep]) -> torch.dtype:
-    """The dtype whose step takes the least processor time for a token; the steps run in turn."""
+    """The dtype whose step takes the least processor time for a token; each round of timings runs every step
+    once."""
 
     def seconds(step: CompiledStep) -> float:
         step.example.truncate(torch.tensor([CHECKED - 1]))
@@ -298,8 +300,8 @@ def _dtype(model: nn.Module) -> torch.dtype:
 
 
 def _dtypes(model: nn.Module) -> list[torch.dtype]:
-    """Supported dtypes of a step's matrices, the model's own last; empty for a model with hooks or not on the
-    CPU."""
+    """Supported dtypes of a step's matrices; the model's own dtype is the last. Empty for a model with hooks or
+    not on the CPU."""
     if next(model.parameters()).device.type != "cpu" or has_hooks(model):
         return []
     return [*TOLERANCE] if _dtype(model) == torch.float32 else [d for d in TOLERANCE if d == _dtype(model)]
@@ -474,8 +476,8 @@ def _check_tokens(model: nn.Module) -> tuple[Cache, Tensor]:
 def _exact_logits(model: nn.Module, cache: Cache) -> Tensor:
     """Logits of `_check_tokens` with float32 activations; also writes the keys and values into `cache`.
 
-    A compiled step's activations are also float32. With bfloat16 activations, a published model's logits can
-    change by more than the largest logit.
+    A compiled step's activations are also float32. With bfloat16 activations, the error of a published model's
+    logits can exceed the largest logit.
     """
     with in_float32(model):
         exact, logits = _check_tokens(model)
@@ -556,7 +558,8 @@ def buffers_unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def export_graph(export: Callable[[], torch.export.ExportedProgram]) -> torch.export.ExportedProgram:
-    """The graph that `export` returns. Raises ValueError if `export` fails, or if the graph has constants."""
+    """The graph that `export` returns. Raises ValueError if `export` fails, or if forward makes a constant
+    tensor."""
     graph = attempt("torch cannot export this model", export)
     if constants := graph.graph_signature.lifted_tensor_constants:
         raise ValueError(f"{constants[0]}: a tensor made in forward; register it as a buffer")

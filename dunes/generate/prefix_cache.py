@@ -1,4 +1,5 @@
-"""A KV cache that records its ids, so that only the ids after the common prefix of a new text are evaluated.
+"""A KV cache that records the ids of its tokens: of a new text, only the ids after the common prefix are
+evaluated.
 
 Long texts are prefilled in pieces; between two pieces, other work can run, or the request can be cancelled.
 """
@@ -26,7 +27,7 @@ from dunes.parts import Cache, CacheFormat, cache_for, vocabulary_size
 CHUNK = 2048
 """Maximum tokens of a prompt per forward. Shorter chunks are not faster, and longer chunks take more memory."""
 MAX_STEPPED = 16
-"""Maximum number of new ids that compiled code for FEW tokens evaluates; more ids take a forward. Code and forward
+"""Compiled code for FEW tokens evaluates up to this many new ids; a forward evaluates more ids. Code and forward
 take equally long at 16 to 28 ids with 10M parameters, 13 to 16 with 124M, 15 with 1B."""
 IN_FLOAT32 = 8
 """`MAX_STEPPED` for float32 matrices. Code and forward take equally long at 16 ids with 10M parameters, 9 with
@@ -39,7 +40,8 @@ Activate = Callable[[Sequence[str | None]], AbstractContextManager[None]]
 
 
 class PrefixCache:
-    """The KV cache of a model and the ids in each of its rows. The model's weights must not change.
+    """The KV cache of a model and the ids in each of its rows. If the model's weights change, the cached values
+    are wrong.
 
     `activate(names)` returns a context manager in which row i of a forward uses the adapter `names[i]`; by default
     all rows use the model's active adapter. `step`, if set, computes a few new tokens of a single row, or one
@@ -174,7 +176,8 @@ class PrefixCache:
     def _step_fits(self, common: int, step: CompiledStep, cache: Cache) -> bool:
         """True if the step can continue after the `common` cached ids or, if `common` is 0, start a text.
 
-        The step has to match the model's present state and the cache's dtypes. No row may have an adapter.
+        False if the step does not match the model's present state and the cache's dtypes, or if a row has an
+        adapter.
         """
         if self.format or any(self.adapters) or (not common and step.most(cache, 0) == 1):
             return False
@@ -254,7 +257,8 @@ def check_ids(vocab: int | None, texts: Iterable[Sequence[int]]) -> None:
 
 
 def common_length(cached: Sequence[int], ids: Sequence[int], last: int) -> int:
-    """Length of the common prefix of `cached` and `ids`; excludes the last `last` ids, whose logits are needed."""
+    """Length of the common prefix of `cached` and `ids`, at most `len(ids) - last`, since the logits after the
+    `last` final ids are needed."""
     equal, most = 0, min(len(cached), len(ids) - last)
     if (cached if most == len(cached) else cached[:most]) == ids[:most]:  # the usual case
         return max(most, 0)
@@ -282,7 +286,7 @@ class PieceReader:
     def read(self, cache: PrefixCache, row: int, text: Sequence[int]) -> Iterator[None]:
         """Prefill all but the last piece of a text into a row, and yield before each piece.
 
-        The cache needs room for the text. A model that mixes tokens has no cache, so nothing is prefilled for it.
+        The caller reserves room for the text in the cache. For a model without a KV cache, nothing is prefilled.
         """
         while cache.cache is not None:
             cached = common_length(cache.ids[row], text, 1)

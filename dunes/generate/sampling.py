@@ -64,7 +64,7 @@ def draw(seed: int) -> Choice:
         if not bool(sums[-1] > 0):
             raise ValueError("sampling: no id can be drawn, since the logits have NaN or exclude all ids")
         point = torch.rand((), generator=generators[0], dtype=dtype, device=logits.device) * sums[-1]
-        # Rounded up to the total, `point` would lie after the last possible id.
+        # If `point` is rounded up to the total, the first search would return an index after the last possible id.
         return torch.minimum(torch.searchsorted(sums, point, right=True), torch.searchsorted(sums, sums[-1]))
 
     return choose
@@ -72,7 +72,8 @@ def draw(seed: int) -> Choice:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Applies processors in order, then chooses an id. Each request that samples needs its own sampler."""
+    """Applies processors in order, then chooses an id. Requests that sample need separate samplers, since each has
+    a random generator."""
 
     processors: tuple[Processor, ...] = ()
     choose: Choice = greedy
@@ -169,8 +170,8 @@ class Rule:
     """A sampling setting: its function on logits, its range, and its names in requests to servers."""
 
     process: Callable[..., Tensor] | None
-    """Changes logits; called with this setting, the `further` settings, logits and ids. None for an argument of
-    another rule's `process`."""
+    """Changes logits; called with this setting, the `further` settings, logits and ids. None for a setting that is
+    only an argument of another rule's `process`."""
     neutral: float
     """The value that leaves the logits unchanged."""
     bounds: tuple[float, float]
@@ -179,7 +180,7 @@ class Rule:
     requests: tuple[float, float] = COUNT
     """Minimum and maximum in requests; a value below `bounds` is raised to the minimum of `bounds`."""
     names: tuple[str, ...] = ()
-    """Further names in requests; replies use the first name."""
+    """Further names of the setting in requests; replies use the first of these names."""
     further: tuple[str, ...] = ()
     """Other settings that are arguments of `process`."""
     raw: bool = False

@@ -33,8 +33,8 @@ def look_up(
 ) -> Proposal:
     """Propose the ids after the last earlier occurrence of the text's longest repeated suffix (prompt lookup).
 
-    The suffix has `shortest` to `longest` ids. A proposal shorter than `count` ids is repeated up to `count`. Ids
-    must be below 0x110000, the limit of `chr`.
+    The suffix has `shortest` to `longest` ids. A shorter proposal is repeated until it has `count` ids. Raises
+    ValueError for ids of 0x110000 or more, the limit of `chr`.
     """
     text = "".join(map(chr, ids))  # string search is fast
     length, position = last_match(text, text[max(0, len(text) - longest) :])
@@ -42,7 +42,7 @@ def look_up(
 
 
 def check_rewinds(model: nn.Module) -> None:
-    """Raise ValueError for a model that cannot take back the ids of a rejected proposal."""
+    """Raise ValueError for a model whose recurrent state cannot drop the ids of a rejected proposal."""
     if name := recurrent_part(model):
         raise ValueError(
             f"{name} has a recurrent state, which would be computed again after each rejected proposal; "
@@ -53,8 +53,8 @@ def check_rewinds(model: nn.Module) -> None:
 class DraftModel:
     """Proposes ids that a smaller model with the same vocabulary generates with the text's sampler.
 
-    Texts that are generated at the same time need a DraftModel each, since each one caches its text's keys and
-    values.
+    Texts that are generated at the same time need separate draft models, since a draft model caches the keys and
+    values of one text.
     """
 
     def __init__(self, model: nn.Module, context_length: int, count: int = 4) -> None:

@@ -32,17 +32,18 @@ RECEIPT = 10.0
 SENDING = 30.0
 """Maximum seconds for a client to accept one piece of a reply."""
 LISTED = 64
-"""Maximum number of ignored fields that a reply lists, and of characters in each listed name."""
+"""Maximum number of ignored fields that a reply lists, and maximum number of characters of each listed name."""
 REMEMBERED = 8
-"""Number of editors' requests, at most one per line of text, that the server remembers for `dunes doctor`."""
+"""The server remembers this many of the last requests by editors, at most one per line of text, for `dunes
+doctor`."""
 LOCAL = ("localhost", "127.0.0.1", "::1")
 EMPTY = Answer(reason="length")
-"""Empty answer to a request for zero tokens, and for a choice that is missing."""
+"""Empty answer, for a request for zero tokens and for a choice without a suggestion."""
 
 
 def read_suggest(fields: Fields) -> Asked:
-    """Read a request of the server's page or `dunes complete`; `tokens` requests an explanation of the first
-    suggestion."""
+    """Read a request of the server's page or `dunes complete`; its field `tokens` asks for an explanation of the
+    first suggestion."""
     before, after, path = fields.text("before"), fields.text("after"), fields.path("path")
     explains, model = fields.flag("tokens"), fields.text("model")
     line = LineRequest(
@@ -52,7 +53,7 @@ def read_suggest(fields: Fields) -> Asked:
 
 
 def write_suggest(request: Asked, answers: Answers, streams: bool) -> Any:
-    """The reply: the suggestions, best first, and the explanation of the first suggestion."""
+    """The fields of the reply: the suggestions, best first, and the explanation of the first one, if requested."""
     listed = [{"text": a.text, "word": a.word, "line": a.line, "source": a.source} for a in answers.values()]
     return {"suggestions": listed, "milliseconds": 1e3 * answers[0].seconds, **answers[0].explained}
 
@@ -69,7 +70,7 @@ def compact(content: Any) -> bytes:
 
 
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A JSON reply on one line without spaces, since llama.vim searches its bytes for `"content":"`."""
+    """A JSON reply on one line without spaces, since llama.vim searches the reply's bytes for `"content":"`."""
     return Response(compact(content), status, headers, "application/json")
 
 
@@ -92,7 +93,8 @@ def client_error(error: Exception) -> Refused:
 
 class Gate:
     """Middleware that refuses requests to foreign host names (DNS rebinding) and from web pages of other origins.
-    If a key is set, requests without the key are refused. The middleware also ends replies to slow clients."""
+    If a key is set, requests without the key are refused. The middleware also ends a reply if the client takes
+    more than SENDING seconds for one piece."""
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str], key: str | None) -> None:
         self.app, self.key = app, key
@@ -175,7 +177,7 @@ class Server:
         if not asked.stream:
             async with aclosing(events):
                 answers = {index: answer async for index, answer in events if answer.reason}
-            # A line can have fewer alternatives than requested; then the last choices are missing.
+            # If a line has fewer alternatives than requested, the last choices have no answer.
             by_place = {i: answers.get(i, EMPTY) for i in range(max(answers, default=0) + 1)}
             return json_response(endpoint.write(asked, by_place, False), headers=headers)
         try:
@@ -187,8 +189,8 @@ class Server:
         return StreamingResponse(chunks, media_type=media_type, headers={"Cache-Control": "no-cache", **headers})
 
     async def _events(self, asked: Asked, request: Request) -> AsyncGenerator[tuple[int, Answer], None]:
-        """Yield pairs of a choice's index and an answer or a part of it. Cancel the tasks if the client
-        disconnects.
+        """Yield pairs: the index of a choice, and its answer or a part of the answer. The tasks are cancelled if
+        the client disconnects.
 
         Raises Refused.
         """
@@ -230,21 +232,23 @@ class Server:
                 task.cancel()
 
     async def _describe(self, write: Callable[[Named], Any], request: Request) -> Response:
-        """The reply that describes the named model, or all models. A name in the path must match exactly."""
+        """The reply that describes the named model, or all models. If the path contains a name, only exactly this
+        model is described."""
         fields, path = await _fields(request), request.path_params.get("name")
         name = path or fields.text("model") or fields.text("name") or request.query_params.get("model", "")
         models = self.worker.facts_by_name(name.removesuffix(":latest"), path is not None)
         return json_response(write(models), headers=_headers(fields))
 
     def _remember(self, request: LineRequest, answer: Answer) -> None:
-        """Remember an editor's request and the shown text. An earlier request in the same line is forgotten."""
+        """Remember an editor's request and the shown text. An earlier request in the same line of text is
+        forgotten."""
         above = request.before.rpartition("\n")[0]
         others = [past for past in self._recent if past[1].before.rpartition("\n")[0] != above]
         self._recent = deque([*others, (monotonic(), request, answer.text)], REMEMBERED)
 
     def _places(self) -> list[dict[str, Any]]:
-        """The places of editors' last requests, newest first, each with the text shown then and the text suggested
-        now."""
+        """The editors' last requests, newest first: for each, the line up to the cursor, the text shown then and
+        the text suggested now."""
         places = []
         for time, request, shown in [*self._recent][::-1]:
             model = self.worker.find(request.model)
@@ -254,8 +258,8 @@ class Server:
         return places
 
     async def _replay(self, key: str | None, request: Request) -> Response:
-        """The reply with the result of `_places`. Only the server's user receives this reply, since it has an
-        editor's text."""
+        """The reply with the result of `_places`. Only the server's user receives this reply, since the reply
+        contains text from an editor."""
         if key is None and request.client is not None:  # requests on the user's Unix socket have no client
             raise Refused(403, "only the user who runs the server may see this")
         notes = {name: model.current.note for name, model in self.worker.models.items()}
@@ -324,7 +328,8 @@ def _piece_of(data: bytes) -> Any:
 
 
 async def _fields(request: Request) -> Fields:
-    """Receive a request's body and parse its fields. Raises Refused for an invalid, too long or too late body."""
+    """Receive a request's body and parse its fields. Raises Refused for a body that is invalid, too long or
+    received too late."""
     body = bytearray()
     try:
         async with asyncio.timeout(RECEIPT):

@@ -1,4 +1,5 @@
-"""Continuous batching: `Batch.advance` generates one token of every text and prefills a piece of one prompt."""
+"""Continuous batching: `Batch.advance` generates one token of every text and prefills one piece of one waiting
+prompt."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ EXCEEDS = "the request exceeds the available context size"
 TOO_LONG = "exceed_context_size_error"
 """Error type of llama-server for a prompt that is too long."""
 ROWS = 16
-"""Maximum number of texts in a batch; all other texts wait."""
+"""Maximum number of texts in a batch; further texts wait."""
 
 
 @dataclass(eq=False)
@@ -116,7 +117,7 @@ def token_text(tokenizer: Tokenizer, token: Token, offset: int) -> TokenText:
 
 
 class Batch:
-    """Texts that a model generates in one batch. Each text is the same as if generated alone.
+    """Texts that a model generates in one batch. Each text is the same as if it were generated alone.
 
     `adapters` maps names in requests to adapters; other names select the adapter `default`.
     """
@@ -147,7 +148,7 @@ class Batch:
         return sum(row is not None for row in self.rows) >= ROWS
 
     def prompt_ids(self, text: TextRequest) -> Sequence[int]:
-        """The ids of a prompt. Raises Refused for a prompt that the model cannot read."""
+        """The ids of a prompt. Raises Refused for a prompt that is empty, too long or has unknown ids."""
         vocab, room, prompt = self.tokenizer.vocab, self.loaded.context_length, text.prompt
         longest = max(map(len, self.tokenizer.token_bytes))
         if isinstance(prompt, str) and len(prompt.encode()) > longest * room:
@@ -162,7 +163,7 @@ class Batch:
         return ids
 
     def add(self, text: TextRequest, emit: Callable[[Event], None], is_cancelled: Callable[[], bool]) -> None:
-        """Add a text to generate. Raises Refused for a prompt that the model cannot read."""
+        """Add a text to generate. Raises Refused for a prompt that is empty, too long or has unknown ids."""
         ids = self.prompt_ids(text)
         choose = sampler(seed=text.seed, **text.sampling).after(partial(limit_vocab, self.tokenizer.vocab))
         tops = text.logprobs or 0
@@ -250,10 +251,10 @@ class Batch:
         row.ready = next(row.pieces, "read") is not None
 
     def _resize(self, count: int) -> None:
-        """Change the number of rows, keeping the cache of the first rows."""
+        """Change the number of rows; the first rows keep their KV cache."""
         old, self._cache = self._cache, self._make_cache(count)
         for row in filter(None, self.rows):
-            row.pieces = None  # prefill starts again in the new cache, after the ids that it has
+            row.pieces = None  # prefill continues after the ids that the new cache contains
         common = min(count, len(old.ids))
         if old.cache is not None:
             device = old.cache.length.device

@@ -1,6 +1,7 @@
 """Send requests to a server of the same user, so that this process loads no model.
 
-The server also listens on a Unix socket in the user's cache folder, which no other user can reach or replace.
+For these requests, the server listens on a Unix socket in the user's cache folder, which no other user can reach
+or replace.
 """
 
 import http.client
@@ -40,7 +41,8 @@ class SocketConnection(http.client.HTTPConnection):
 def exchange(
     connection: http.client.HTTPConnection, path: str, body: Mapping[str, Any] | None, key: str = ""
 ) -> tuple[int, bytes]:
-    """Send a request, close the connection, and return the reply's status and bytes. No body means a GET."""
+    """Send a request, close the connection, and return the reply's status and bytes. Without a body, the method is
+    GET, else POST."""
     headers = {"Content-Type": "application/json", "User-Agent": AGENT}
     headers |= {"Authorization": f"Bearer {key}"} if key else {}
     data = None if body is None else json.dumps(body).encode()
@@ -53,7 +55,7 @@ def exchange(
 
 
 def complete_by_server(folder: Path, before: str, after: str, path: Path | None) -> dict[str, Any] | None:
-    """The suggestion, with its `text`, from the running server of this folder; None if no server answers."""
+    """The best suggestion of the folder's running server, as a dict with `text`; None if no server answers."""
     body = {"before": before, "after": after, "path": str(path.absolute()) if path else ""}
     with suppress(OSError, ValueError, LookupError, TypeError, http.client.HTTPException):
         body["model"] = folder.resolve().name

@@ -29,13 +29,14 @@ FILES = 64
 ENDLESS = 4096
 """Maximum number of new tokens of an answer, even if the client asks for no limit."""
 OPEN = 256_000
-"""Maximum total characters of a request's open files; if there are more, only the last files are used."""
+"""Maximum total characters of a request's open files. Of files with more characters in total, only the last ones
+are used."""
 SEEDS = 2**64 - 1
 REFERENCE: dict[str, dict[str, Any]] = json.loads(files("dunes.serve").joinpath("reference.json").read_text())
 """Properties and settings that llama-server reports and this server lacks."""
 NEUTRAL: Mapping[str, Sequence[Any]] = REFERENCE["unsupported"] | REFERENCE["neutral"]
-"""Fields that change the generated text, with their neutral values. A path that does not read such a field refuses
-all values except the neutral ones. Unread fields outside this table are ignored and listed in the reply."""
+"""Fields that change the generated text, with their neutral values. If a path does not read such a field, it
+refuses all other values. Unread fields outside this table are ignored and listed in the reply."""
 KINDS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 500: "server_error",
     503: "unavailable_error",
@@ -45,7 +46,7 @@ Number = TypeVar("Number", int, float)
 
 
 class Refused(Exception):
-    """Raised to answer a request with this status and message."""
+    """Raised to refuse a request; the reply has this status and message."""
 
     def __init__(self, status: int, message: str, error_type: str = "", retry: int = 0) -> None:
         super().__init__(message)
@@ -92,7 +93,7 @@ class Fields:
         return self.body.get(name)
 
     def first(self, *names: str) -> str:
-        """The first of these names whose field is present; the first name if no field is present."""
+        """The first of these names whose field is present; if none is present, the first of all."""
         return next(filter(self.has, names), names[0])
 
     def ignored(self) -> list[str]:
@@ -111,7 +112,7 @@ class Fields:
             part.disregard(*names)
 
     def text(self, name: str, default: str | None = "") -> str:
-        """The string in a field, with U+FFFD for lone surrogates; a default of None makes the field required."""
+        """The string in a field, with U+FFFD for lone surrogates. If `default` is None, the field is required."""
         return valid_text(self._value(name, str, "a string", default))
 
     def path(self, *names: str) -> str:
@@ -127,14 +128,14 @@ class Fields:
         return bool(self._value(name, bool, "true or false", default))
 
     def integer(self, name: str, default: int, low: int, high: int) -> int:
-        """The value of an integer field, within these bounds."""
+        """The value of an integer field; refused unless it is from `low` to `high`."""
         value = self._value(name, int | float, "a whole number", default)
         if value % 1:
             raise self.refusal(name, "a number; expected a whole number")
         return self._check_bounds(name, int(value), low, high)
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
-        """The value of a number field, within these bounds."""
+        """The value of a number field; refused unless it is from `low` to `high`."""
         value: float = self._value(name, int | float, "a number", default)
         return self._check_bounds(name, value, low, high)
 
@@ -208,7 +209,7 @@ class Fields:
         return files
 
     def refusal(self, name: str, why: str) -> Refused:
-        """The error that refuses a field, with this reason."""
+        """The error that refuses a request because of this field, for the reason `why`."""
         return Refused(400, f"Field '{self.place}{name}': {why}")
 
     def _value(self, name: str, value_type: type | UnionType, expected: str, default: Any) -> Any:

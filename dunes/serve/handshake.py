@@ -1,7 +1,7 @@
 """Answer an editor's `initialize` request before importing pygls, since the import takes a second.
 
-Later, pygls also answers `initialize`; this second answer is dropped. A test compares the `capabilities` of both
-answers.
+After its import, pygls answers `initialize` again; this second answer is dropped. A test compares the
+`capabilities` of both answers.
 """
 
 import json
@@ -9,7 +9,8 @@ import re
 from typing import Any, BinaryIO
 
 TRIGGERS = " .(,=:<\"'"
-"""Characters after which an editor without inline completion requests plain completion."""
+"""Characters after which an editor requests `textDocument/completion`, if it does not support inline
+completion."""
 ACCEPTED = "dunes.accepted"
 """Command that an editor executes when the user accepts a suggestion."""
 

@@ -52,7 +52,7 @@ class DeadlineProtocol(H11Protocol):
 
 
 def open_sockets(host: str, ports: Sequence[int]) -> list[socket.socket]:
-    """Sockets that listen on these ports, at all addresses of the host that this machine has.
+    """Sockets that listen on these ports, at all of the host's addresses that belong to this machine.
 
     Raises ValueError if a port is in use, or if the host is unknown.
     """
@@ -85,7 +85,7 @@ def _listen(addresses: Sequence[tuple[int, Any]], port: int, sockets: list[socke
             missing = error
             continue
         sockets[-1].setblocking(False)
-        # Connections inherit TCP_NODELAY. Otherwise, a reply's body waits 40 ms until the head is acknowledged.
+        # Connections inherit TCP_NODELAY. Otherwise, a reply's body waits 40 ms until its header is acknowledged.
         sockets[-1].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         port = sockets[-1].getsockname()[1]
     if len(sockets) == count:

@@ -1,7 +1,7 @@
 """The language server: completes lines for editors that support inline completion, or only plain completion.
 
-`handshake.py` has already answered `initialize`. A thread loads the model; meanwhile, the newest request waits.
-https://microsoft.github.io/language-server-protocol/specifications/lsp/3.18/specification/
+`handshake.py` answers `initialize` before this module is imported. A thread loads the model; meanwhile, the newest
+request waits. https://microsoft.github.io/language-server-protocol/specifications/lsp/3.18/specification/
 """
 
 import asyncio
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 ITEMS = 3
 """Maximum number of suggestions."""
 IDLE = 0.5
-"""An open file is indexed after this number of seconds without a change, so that other files can copy from it."""
+"""An open file is indexed after this many seconds without a change; completions in other files then copy from
+it."""
 
 
 def start(
@@ -68,7 +69,7 @@ class Replayed:
 
 
 class Document(TextDocument):
-    """An open file whose lines are split as in the protocol; pygls splits them by `str.splitlines` instead."""
+    """An open file, split into lines as the protocol defines; pygls itself uses `str.splitlines`."""
 
     def apply_change(self, change: types.TextDocumentContentChangeEvent) -> None:
         """Replace a range of the text, or all of it."""
@@ -78,7 +79,8 @@ class Document(TextDocument):
         self._source = text[:start] + change.text + text[max(start, end) :]
 
     def offset_at_position(self, position: types.Position) -> int:
-        """The offset in characters. A position is limited to the end of its line and to the end of the text."""
+        """The offset of a position in characters. Beyond the end of a line or of the text, the offset is that
+        end."""
         lines = split_lines(self.source)
         if position.line >= len(lines):
             return len(self.source)
@@ -184,7 +186,7 @@ class Server(LanguageServer):
         return document.source[:offset], document.source[offset:]
 
     async def _answers(self, uri: str, position: types.Position) -> list[Answer]:
-        """The suggestions at a position. A newer request ends an older request, running or waiting."""
+        """The suggestions at a position. A newer request cancels an older request that is running or waiting."""
         if self._newest is not None and not self._newest.done():
             self._newest.set_result([])
         loop = asyncio.get_running_loop()

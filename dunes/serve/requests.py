@@ -13,7 +13,8 @@ from dunes.serve.fields import ENDLESS, SEEDS, Fields, Refused
 from dunes.text.templates import Turn
 
 PROMPTS = 48
-"""Maximum number of choices for all prompts of a body, so that the queue has room for other requests."""
+"""Maximum total number of choices in a body with several prompts, so that the queue has room for other
+requests."""
 MARKS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -29,7 +30,7 @@ HINTS = re.compile(r"\A\W{1,4} language: [^\n]*\n(?:\W{1,4} indentation: [^\n]*\
 Settings = Mapping[str, float]
 """Settings of a sampler, by name; missing settings are neutral."""
 UNNAMED = "filename"
-"""Placeholder name of llama-server for the file of an `/infill` request."""
+"""Placeholder of llama-server for the name of the file in an `/infill` request."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +48,18 @@ class LineRequest:
     model: str = ""
     shows_all: bool = False
     explains: bool = False
-    """If true, explain the tokens of the first suggestion. `shows_all` keeps improbable and short suggestions."""
+    """True if the answer explains the tokens of the first suggestion. If `shows_all` is true, improbable and short
+    suggestions are kept."""
 
 
 @dataclass(frozen=True)
 class TextRequest:
     """A request to continue a prompt (text or ids) or a chat.
 
-    `sampling` has those settings of the sampler that are not neutral. `logprobs` is the number of alternatives per
-    token; None means no log-probabilities. With `echo`, the answer starts with the prompt. The model's chat
-    template renders `messages`, if any, with `variables` as the prompt. A model without a template reads `prompt`.
-    With `continues`, the last message is the beginning of the answer.
+    `sampling` contains settings of the sampler; missing settings are neutral. `logprobs` is the number of
+    alternatives per token; None means no log-probabilities. With `echo`, the answer starts with the prompt. If
+    there are `messages`, the model's chat template turns them and `variables` into the prompt. A model without a
+    template reads `prompt`. With `continues`, the last message is the beginning of the answer.
     """
 
     prompt: str | Sequence[int] = ""
@@ -80,7 +82,8 @@ Request = LineRequest | TextRequest
 
 
 class TokenText(NamedTuple):
-    """A token, its bytes, its log-probability (nats; None for a prompt's first token), and the top tokens."""
+    """A token: its id, bytes and log-probability (nats; None for a prompt's first token), and the most probable
+    tokens at its position."""
 
     id: int
     data: bytes
@@ -141,8 +144,8 @@ Answers = Mapping[int, Answer]
 
 class Asked:
     """The requests in a body: one text request for each choice of the reply, or one line request for all choices
-    of a prompt. Each prompt has `count` choices. The reply's id starts with `prefix`, and `streams` is the default
-    of `stream`. `files` are indexed before the requests. Raises Refused for too many requests."""
+    of a prompt. Each prompt has `count` choices. The reply's id starts with `prefix`. `streams` is the default of
+    the field `stream`. `files` are indexed before the requests. Raises Refused for too many requests."""
 
     def __init__(
         self, fields: Fields, requests: Sequence[Request], prefix: str = "", count: int = 1, streams: bool = False
@@ -160,9 +163,9 @@ class Asked:
 def read_text(
     fields: Fields, defaults: Settings, limit: str, tokens: int = -1, options: Fields | None = None, **more: Any
 ) -> TextRequest:
-    """Read a TextRequest from the fields, and its settings from `options` if given. A missing sampler setting is
-    taken from `defaults`, or is neutral. `limit` is the name of the field for the maximum number of tokens;
-    `tokens` is this field's default. `more` are additional attributes of the request."""
+    """Read a TextRequest from the fields; its settings are read from `options`, if given. A missing sampler
+    setting is taken from `defaults`, or is neutral. `limit` is the name of the field for the maximum number of
+    tokens; `tokens` is this field's default. `more` are additional attributes of the request."""
     options, sampling = options or fields, dict[str, float]()
     for name, rule in RULES.items():
         read: Any = options.integer if isinstance(rule.neutral, int) else options.number
@@ -182,7 +185,7 @@ def line_or_texts(
 ) -> list[Request]:
     """A line request if `after` is given, or if the prompt contains a suffix (`MARKS`); otherwise text requests.
 
-    The list is empty if a line of 0 tokens is requested.
+    For a line with a maximum of 0 tokens, the list is empty.
     """
     line, has_tokens = None, text.echo or text.logprobs is not None
     if isinstance(prompt, str) and after is not None:
@@ -233,7 +236,8 @@ def fill_in_the_middle(prompt: str) -> LineRequest | None:
 
 
 def _files(head: str) -> tuple[str, Sequence[tuple[str, str]]]:
-    """The name of the file with the cursor (the last one in a repository's header), and all other files."""
+    """The name of the file with the cursor, and all other files, from the text before the sentinels. The last file
+    contains the cursor if its text is blank."""
     parts = FILE.split(REPOSITORY.sub("", head))
     files = tuple(zip(parts[1::2], parts[2::2], strict=True))
     return (files[-1][0], files[:-1]) if files and not files[-1][1].strip() else ("", files)

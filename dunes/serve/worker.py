@@ -1,8 +1,8 @@
 """A worker runs the models in its own thread. Other threads send requests, each with a function that receives the
 answers.
 
-Models are not called concurrently, since each call changes their caches. Requests for lines have priority: they
-run between two tokens of generated texts.
+Models are not called concurrently, since each call changes the model's caches. Requests for lines have priority:
+they run between two tokens of generated texts.
 """
 
 import threading
@@ -33,8 +33,8 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Task:
-    """A request to a model. The worker's thread calls `emit` with the parts and the answer, or with an error.
-    After the task is cancelled, `emit` is not called."""
+    """A request to a model. The worker's thread calls `emit` with each `Event`: parts of the answer, complete
+    answers or an error. After the task is cancelled, `emit` is not called."""
 
     request: Request
     emit: Callable[[Event], None]
@@ -45,7 +45,8 @@ class Task:
 
 
 class Worker:
-    """Completes lines and generates texts with all models in one thread; other threads follow the models' files.
+    """Completes lines and generates texts with all models in one thread; for each model, another thread watches
+    its files.
 
     Raises ValueError for a model folder that cannot be used for completion.
     """
@@ -98,7 +99,8 @@ class Worker:
     def find(self, name: str, is_exact: bool = False) -> ServedModel:
         """The model with this name, or with an adapter of this name. Raises Refused for an unknown name.
 
-        Unless `is_exact` is set, an empty name selects the first model, and any name selects the only model.
+        Unless `is_exact` is true, an empty name selects the first model, and if there is only one model, any name
+        selects it.
         """
         for model in self.models.values():
             if name in model.names or (not is_exact and (not name or len(self.models) == 1)):
@@ -130,7 +132,7 @@ class Worker:
         return result
 
     def take_in(self, path: str, text: str | None) -> None:
-        """Let all models copy from this text of an open file when they complete lines in other files."""
+        """All models then copy from this text of an open file when they complete lines in other files."""
         for model in self.models.values():
             model.take_in(self.call, {model.name_of(path): text})
 
@@ -174,7 +176,7 @@ class Worker:
         return sum(model.advance() for model in self.models.values()) > 0  # each goes on
 
     def _must_wait(self, task: Task) -> bool:
-        """True if a text has to wait because its model's batch is full."""
+        """True if the batch of the text's model is full."""
         with suppress(Refused):  # a text for an unknown model is refused later
             return self.find(task.request.model).is_full
         return False

@@ -1,7 +1,7 @@
 """The HTTP paths of llama-server, which llama.vim and llama.vscode use.
 
-https://github.com/ggml-org/llama.cpp/tree/master/tools/server. Contrary to that README, the field `prompt` of
-`/infill` is text between `input_prefix` and the cursor.
+https://github.com/ggml-org/llama.cpp/tree/master/tools/server. Contrary to llama-server's README, the field
+`prompt` of `/infill` is text between `input_prefix` and the cursor.
 """
 
 import json
@@ -61,8 +61,8 @@ def read_completion(fields: Fields) -> Asked:
 
 
 def write(request: Asked, answers: Answers, streams: bool) -> Any:
-    """In a stream, the object for a part or the end of an answer. Otherwise, the object for an answer, or a list
-    of objects if several answers were requested."""
+    """The reply as an object, or as a list of objects if several answers were requested. In a stream, the object
+    for a part or the end of an answer."""
     replies = [(_reply if answer.reason else _part)(request, i, answer) for i, answer in answers.items()]
     if streams:
         reply, is_last = replies[0], any(answer.reason for answer in answers.values())
@@ -135,7 +135,8 @@ def _timings(answer: Answer) -> dict[str, Any]:
 
 
 def settings(request: Request | None) -> dict[str, Any]:
-    """A request's settings under llama-server's names; settings that this server lacks are neutral."""
+    """A request's settings under llama-server's names; settings that this server lacks have their neutral
+    values."""
     text = request if isinstance(request, TextRequest) else TextRequest(sampling=SAMPLING | {"temperature": 0.0})
     limit = text.max_tokens if text.max_tokens < ENDLESS else -1
     return REFERENCE["settings"] | {

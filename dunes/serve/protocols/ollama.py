@@ -52,7 +52,7 @@ def _format_time(seconds: float) -> str:
 
 
 def _endpoint(read: Callable[[Fields], Asked], content: Callable[[str], dict[str, Any]]) -> Endpoint:
-    """An endpoint of Ollama; `content` returns the fields with the reply's text."""
+    """An endpoint of Ollama; `content` returns those fields of the reply that contain its text."""
 
     def write(request: Asked, answers: Answers, streams: bool) -> dict[str, Any]:
         answer = answers[0]

@@ -88,7 +88,7 @@ def endpoint(
 
 def usage(request: Asked, answers: Answers) -> dict[str, dict[str, int]]:
     """The numbers of tokens of a request; a prompt with several choices counts once."""
-    longest_last = sorted(answers.items(), key=lambda item: item[1].prompt_tokens)  # a missing choice has none
+    longest_last = sorted(answers.items(), key=lambda item: item[1].prompt_tokens)  # an empty one has 0 tokens
     prompt = sum({i // request.count: answer.prompt_tokens for i, answer in longest_last}.values())
     new = sum(answer.new_tokens for answer in answers.values())
     return {"usage": {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}}

@@ -9,9 +9,9 @@ from dunes.serve.requests import Answers, Asked, Named
 
 
 class Endpoint(NamedTuple):
-    """The functions of a path. `read` reads a body. `write` returns the reply with all answers; in a stream,
-    `write` returns an object for a part or the end of an answer. `end` returns the objects that follow the answers
-    of a stream."""
+    """The functions that read a path's requests and write its replies. `read` reads a body. `write` returns the
+    reply with all answers; in a stream, `write` returns an object for a part or the end of an answer. `end`
+    returns the objects that follow the answers of a stream."""
 
     read: Callable[[Fields], Asked]
     write: Callable[[Asked, Answers, bool], Any]
