@@ -21,7 +21,8 @@ def extra(module: str, name: str) -> Any:
 
 
 def attributes_of(package: str, files: Sequence[str], names: Sequence[str]) -> Callable[[str], Any]:
-    """A `__getattr__` for a package that imports a file or module only when one of its names is first used."""
+    """A `__getattr__` for a package: it imports `files` when one of `names` is first used, and other modules by
+    name."""
 
     def find(name: str) -> Any:
         if name in names:

@@ -101,7 +101,7 @@ class Display:
 
     @contextmanager
     def own_bar(self, title: str) -> Iterator[None]:
-        """Show the phases inside the `with` block on a new bar, with a title and the remaining time."""
+        """Restart the bar for the phases inside the `with` block, with a title and the remaining time."""
         self._start, self._last_line = monotonic(), -math.inf
         with shown_by(lambda text, done: self.time_left(f"{title}: {text}", done)):
             yield
@@ -172,7 +172,8 @@ def phase(text: str, start: float = 0.0, end: float = 1.0) -> Iterator[None]:
 
 @contextmanager
 def part(start: float, end: float) -> Iterator[None]:
-    """Loops inside the `with` block report from fraction `start` to fraction `end` of the current phase."""
+    """Loops inside the `with` block report progress from fraction `start` to fraction `end` of the current
+    phase."""
     listener = _listener.get()
     token = _listener.set(listener and (lambda share: listener(start + (end - start) * share)))
     try:

@@ -27,7 +27,7 @@ class LoraConfig:
     dropout: float = 0.0
 
     def __repr__(self) -> str:
-        """Structure digests in saved folders include this text, so it must not change."""
+        """This text must stay the same in all versions, since structure digests in saved folders include it."""
         settings = f"rank={self.rank}, alpha={self.alpha}, rslora={self.rslora}, dora=False, pissa=False"
         return f"LoraConfig({settings}, dropout={self.dropout})"
 
@@ -43,7 +43,7 @@ class Adapter(nn.Module):
         "A": ("RI", "lora_A.weight"),
         "B": ("OR", "lora_B.weight"),
     }
-    """For each trained tensor: attribute, dimensions and name in PEFT's files. A subclass adds its own tensors."""
+    """Maps a trained tensor's attribute to its dimensions and name in PEFT's files; a subclass adds its own."""
     PEFT_SETTING: ClassVar[str] = ""
     """The key of PEFT's adapter_config.json that is true for this variant; "" if PEFT saves it as plain LoRA."""
     A: nn.Parameter
@@ -59,7 +59,7 @@ class Adapter(nn.Module):
     def __init__(self, base: nn.Module, config: LoraConfig, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
-        vars(self)["magnitude"] = None  # in all adapters, since structure digests in saved folders include it
+        vars(self)["magnitude"] = None  # set in all adapters, since structure digests in saved folders include it
         device = next(t.device for t in (*base.parameters(), *base.buffers()))
         size = {"R": config.rank, **dict(zip("IO", sides(base), strict=True))}
         for name, (dims, _) in self.PARAMETERS.items():
@@ -67,7 +67,7 @@ class Adapter(nn.Module):
             setattr(self, name, nn.Parameter(empty))
 
     def initialise(self, base: nn.Module, generator: torch.Generator) -> None:
-        """Set initial values, so that the update is zero. `base` is the adapted module."""
+        """Set initial values for which the update is zero. `base` is the adapted module."""
         # kaiming_uniform_(a=sqrt(5)), as in the paper's code
         self.A.copy_(torch.empty(self.A.shape).uniform_(-1, 1, generator=generator) / self.A.shape[-1] ** 0.5)
         self.B.zero_()
@@ -205,7 +205,7 @@ class AdaptedEmbedding(Adapted):
 
 
 def _fusable(adapter: Adapter, base: Any, x: Tensor) -> bool:
-    """True if `low_rank.fused` can compute this forward, which needs plain LoRA, a frozen base and one dtype."""
+    """True if `low_rank.fused` can compute this forward: plain LoRA, no dropout, a frozen base, one dtype."""
     if type(adapter) is not Adapter or torch.compiler.is_compiling():
         return False
     if adapter.config.dropout and adapter.training:

@@ -60,7 +60,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a change (see `Change.parts`) after `solve`, with the completed record.
+    """A part of a change (see `Change.parts`) that `solve` has made; `change` is its completed record.
 
     `solved` maps a module's name to the values that `fill` needs in addition to the weights.
     """

@@ -102,7 +102,7 @@ class PiSSA(Adapter):
     def initialise(self, base: nn.Module, generator: torch.Generator) -> None:
         rank = self.config.rank
         u, s, v = torch.linalg.svd(dense(base).float(), full_matrices=False)
-        root = (s[:rank] / self.config.scale).sqrt()  # scale * B A is the best approximation of this rank
+        root = (s[:rank] / self.config.scale).sqrt()  # scale * B A is the best rank-R approximation of the base
         self.A.copy_(root[:, None] * v[:rank])
         self.B.copy_(u[:, :rank] * root)
         self.A0.copy_(self.A)
@@ -118,7 +118,7 @@ class PiSSA(Adapter):
 
 
 VARIANTS: dict[str, type[Adapter]] = {"dora": DoRA, "pissa": PiSSA}
-"""Adapter classes by name in `options.VARIANTS`; names without a class are options of plain LoRA."""
+"""Maps names of `options.VARIANTS` to adapter classes; the other names are options of plain LoRA."""
 
 
 def adapter_class(request: Mapping[str, Any]) -> type[Adapter]:
@@ -374,7 +374,7 @@ def merge(model: nn.Module, adapter: str | None = None, dtype: torch.dtype | Non
 
 
 def _merge_place(outer: Adapted, dtype: torch.dtype | None) -> tuple[float, tuple[float, float], nn.Module]:
-    """Returns (relative rounding error of the merged weight, two dot products, merged module).
+    """Merge one module; returns (its error as in `Merged.errors`, two dot products, merged module).
 
     The dot products are (change, update) and (update, update). The change is the merged weight minus the base
     weight, both rounded; the update is not rounded.

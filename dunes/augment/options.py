@@ -46,9 +46,9 @@ def targets(default: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of a change. The command prints `NEXT` after the change; {out} becomes the output folder.
+    """The options of a change. After the change, the command prints `NEXT`, with the output folder for {out}.
 
-    Raises ValueError for a value that is not among an option's choices.
+    The constructor raises ValueError for a value that is not among an option's choices.
     """
 
     NEXT: ClassVar[str] = TRAIN
@@ -60,7 +60,7 @@ class Options:
     """Help text of --undo."""
 
     READERS: ClassVar[Mapping[str, Sequence[str]]] = {}
-    """Maps an option to the values that need calibration text. If empty, a change with TEXT always needs text."""
+    """Maps an option to its values that need calibration text; if empty, a change with `TEXT` always needs it."""
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(type(self)).items():
@@ -207,7 +207,7 @@ class Upcycle(Options):
     top_k: Count = 2
     """Experts that each token is routed to."""
     granularity: Count = 1
-    """Cut each MLP into this many pieces first; tokens are routed to complete sets of pieces."""
+    """Cut each MLP into this many pieces before copying; tokens are routed to complete sets of pieces."""
     drop: Annotated[float, flag("FRACTION")] = 0.0
     """Reinitialise this fraction of neurons per expert (Drop-Upcycling): higher loss at first, lower later."""
     balance: NotOffered[float] = 0.01
@@ -222,7 +222,7 @@ class Upcycle(Options):
 class Experts(Options):
     """Split each MLP of a dense model into experts, each with a part of its neurons (LLaMA-MoE).
 
-    The result is as large and computes less, but has a much higher loss until it is trained.
+    The result is as large as the dense model and computes less, but has a much higher loss until it is trained.
 
     Example: dunes augment experts ~/models/llama ~/models/llama-moe --top-k 4
 
@@ -280,7 +280,7 @@ class Lora(Options):
 
 
 VARIANTS: dict[str, Any] = {n: {n: True} for n in get_args(Variant)} | {"lora": {}, "pissa": {"init": "pissa"}}
-"""Maps each variant of LoRA to its options of `Lora`. Each variant is also a method of finetuning."""
+"""Maps each variant of LoRA to the `Lora` options that select it. Each variant is also a method of finetuning."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,7 +299,7 @@ class LoraExperts(Options):
     )
     """Modules that get experts; ! excludes, the last match wins."""
     router: Annotated[Router, flag("|".join(get_args(Router)))] = "linear"
-    """linear: one router per linear layer; shared: one router per attention and MLP, which reads the input of its
+    """linear: one router per linear layer; shared: one router per attention and MLP, on the input of the module's
     first layer; mlp: experts that are MLPs (MixLoRA), with plain LoRA on the other layers."""
     experts: Count = 8
     """Low-rank experts at each place; 1 is plain LoRA, without a router."""

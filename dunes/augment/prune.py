@@ -25,7 +25,7 @@ from dunes.units import plural
 __all__ = ["calibration_tokens"]
 VERSION = 1
 BLOCK = 128
-"""Columns that SparseGPT prunes at once."""
+"""Number of columns in which SparseGPT selects weights together."""
 DAMP = 0.01
 """Damping of the Hessian's diagonal in SparseGPT, as a fraction of the diagonal's mean."""
 HALF = 0.5
@@ -33,7 +33,7 @@ HALF = 0.5
 REFITS = 10
 """Maximum iterations of `refit`."""
 REFIT_TOLERANCE = 1e-4
-"""`refit` stops when the squared gradient has fallen to this fraction of its initial value."""
+"""`refit` stops when the squared norm of the gradient has fallen to this fraction of its initial value."""
 TINY = 1e-30
 
 
@@ -137,7 +137,7 @@ def describe(change: Change) -> str:
 
 
 def shape(model: nn.Module, change: Change) -> None:
-    """Make the layers keep their zeros. Raises ValueError, before any change, for unfit places."""
+    """Make the layers keep their zeros. Raises ValueError, before any change, like `mask_linears`."""
     mask_linears(model, change.places)
 
 
@@ -160,7 +160,7 @@ class MaskedLinear(nn.Linear):
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Set the weights that `before_step` remembered to zero again."""
+        """Reset to zero the weights that were zero in `before_step`."""
         if self._zeros is not None:
             self.weight.masked_fill_(self._zeros, 0)
             self._zeros = None
@@ -201,7 +201,7 @@ class Pattern(NamedTuple):
 
 
 class Sparsity(NamedTuple):
-    """The fraction of weights to set to zero, and the N:M pattern, or None for unstructured pruning."""
+    """The fraction of weights to set to zero, and the N:M pattern; `pattern` is None for unstructured pruning."""
 
     fraction: float
     pattern: Pattern | None = None
@@ -251,7 +251,7 @@ class Sparsity(NamedTuple):
 def prune_columns(
     weight: Tensor, h: Hessian, sparsity: Sparsity, block: int = BLOCK, zeros: Tensor | None = None
 ) -> Tensor:
-    """Prune a weight (O, I) by SparseGPT, in blocks of `block` columns; returns it in float32.
+    """Prune a weight (O, I) by SparseGPT, in blocks of `block` columns; returns the pruned weight in float32.
 
     In each block, the weights with the lowest error are pruned. The error is w² divided by the squared diagonal of
     the Cholesky factor; the square roots are compared, since squares may underflow. With a pattern, weights are

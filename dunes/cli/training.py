@@ -74,7 +74,7 @@ def finetune(
     Example: dunes finetune runs/project --data alpaca.json --out runs/helper
 
     Args:
-        out: Output folder for the adapter (with full: the model), its metrics and its training state.
+        out: Output folder for the adapter (with --method full: the model), its metrics and its training state.
         show: Print this many tokenized examples, with trained tokens highlighted.
     """
     config = FinetuneConfig(

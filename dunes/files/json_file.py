@@ -1,4 +1,5 @@
-"""Read and write JSON objects and JSON lines. Files may be untrusted, so sizes and error messages are limited."""
+"""Read and write JSON objects and JSON lines. Files may be untrusted, so file sizes and error messages have
+limits."""
 
 import json
 import os
@@ -104,7 +105,7 @@ def parse_line(text: bytes) -> dict[str, Any] | None:
 def read_records(
     path: Path, expected: str, fits: Callable[[dict[str, Any]], bool] = bool, warn: Line | None = None
 ) -> list[dict[str, Any]]:
-    """The objects in a file of JSON lines for which `fits` is True; empty if the file does not exist.
+    """The objects for which `fits` is True in a file of JSON lines; empty if the file does not exist.
 
     Other lines are skipped; `warn` (by default `print_warning`) is called with a message about skipped lines.
     """
