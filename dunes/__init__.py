@@ -1,9 +1,9 @@
 """astral dunes: build, train, change and use small transformers on your own machine.
 
 Each room (subpackage) is imported at its first use, so `import dunes` is fast and does not import torch.
-`help(dunes.train)` begins with the main names of the room `train`. A name with a dot is imported from its module:
-for `train.train` in the room `runs`, write `from dunes.runs.train import train`. docs/api.md lists all public
-names. The rooms:
+`help(dunes.train)` begins with the main names of the room `train`. Names that contain a dot are imported from
+their module: `train.train` of the room `runs` is `from dunes.runs.train import train`. docs/api.md lists all
+public names. The rooms:
 """
 
 import importlib

@@ -21,8 +21,8 @@ def extra(module: str, name: str) -> Any:
 
 
 def attributes_of(package: str, files: Sequence[str], names: Sequence[str]) -> Callable[[str], Any]:
-    """A `__getattr__` for a package: it imports `files` when one of `names` is first used, and other modules by
-    name."""
+    """A package's `__getattr__`: finds `names` in the modules `files`, and imports a module only at its first
+    use."""
 
     def find(name: str) -> Any:
         if name in names:

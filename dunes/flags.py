@@ -58,8 +58,7 @@ def option(field: str) -> str:
 
 
 def parse_fields(texts: Sequence[str]) -> dict[str, str]:
-    """A dict {our field name: the file's field name} from ["prompt=question,completion=answer"]. Raises
-    ValueError."""
+    """Parse ["prompt=question,completion=answer"]: a dict from our field names to a file's. Raises ValueError."""
     parts = [part.partition("=") for text in texts for part in re.split(r",(?=\w+=)", text)]
     names = {ours: theirs for ours, _, theirs in parts}
     if min(len(names), len({*names.values()})) < len(parts) or not all(map(all, names.items())):

@@ -172,8 +172,7 @@ def phase(text: str, start: float = 0.0, end: float = 1.0) -> Iterator[None]:
 
 @contextmanager
 def part(start: float, end: float) -> Iterator[None]:
-    """Loops inside the `with` block report progress from fraction `start` to fraction `end` of the current
-    phase."""
+    """Loops inside the `with` block cover the current phase from fraction `start` to fraction `end`."""
     listener = _listener.get()
     token = _listener.set(listener and (lambda share: listener(start + (end - start) * share)))
     try:

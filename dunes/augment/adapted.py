@@ -1,4 +1,4 @@
-"""Low-rank adapters, and wrappers that give a linear layer or an embedding several adapters by name.
+"""Low-rank adapters, and wrappers that hold a linear layer or an embedding together with its named adapters.
 
 LoRA https://arxiv.org/abs/2106.09685, rsLoRA https://arxiv.org/abs/2312.03732; variants of LoRA are in `lora.py`.
 """
@@ -45,7 +45,7 @@ class Adapter(nn.Module):
     }
     """Maps a trained tensor's attribute to its dimensions and name in PEFT's files; a subclass adds its own."""
     PEFT_SETTING: ClassVar[str] = ""
-    """The key of PEFT's adapter_config.json that is true for this variant; "" if PEFT saves it as plain LoRA."""
+    """The key of adapter_config.json that PEFT sets for this variant; "" if PEFT's format has it as plain LoRA."""
     A: nn.Parameter
     B: nn.Parameter
     supports_packing = True
@@ -81,7 +81,7 @@ class Adapter(nn.Module):
         return self.add(y, self.update(x), base).to(y.dtype)
 
     def add(self, y: Tensor, update: Tensor, base: nn.Module) -> Tensor:
-        """The adapted output (..., O), from the output y (..., O) of `base` and the update (..., O)."""
+        """Add the update (..., O) to the output y (..., O) of `base`; returns the adapted output (..., O)."""
         return y + update
 
     def base_input(self, x: Tensor) -> Tensor:

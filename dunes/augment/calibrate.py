@@ -135,7 +135,7 @@ def _solve_layers(
 
 
 class _EnoughError(Exception):
-    """Ends a forward early, once all layers to calibrate have been called."""
+    """Raised to end a forward early, once all layers to calibrate have been called."""
 
 
 def _collect(run: Forward, states: Tensor, rows: Rows, linears: Linears) -> dict[str, Gram]:
@@ -181,8 +181,7 @@ def _collect(run: Forward, states: Tensor, rows: Rows, linears: Linears) -> dict
 
 
 def _stages(run: Forward, states: Tensor, rows: Rows, linears: Linears) -> list[dict[str, nn.Linear]]:
-    """Linear layers of a block in execution order, grouped by input; a group includes the layers of all
-    experts."""
+    """Linear layers of a block in execution order, grouped by input; experts' layers of one name share a group."""
     grams = _collect(run, states, rows, linears)
     stage_of: dict[str, int] = {}
     stages: dict[int, dict[str, nn.Linear]] = {}

@@ -25,7 +25,7 @@ CHANGES: dict[str, Any] = {
     "routing": routing,
     "upcycle": upcycle,
 }
-"""The kinds of change, by name. The value is a Python module that defines:
+"""Maps the name of each kind of change to a Python module that defines:
 
 - `VERSION`: a number that is increased when new code would build another model from an existing record.
 - `decide(model, options) -> Change`: decides every setting and changes nothing; `options` is an instance of the
@@ -37,7 +37,7 @@ CHANGES: dict[str, Any] = {
 - `fill(model, change, weights)`, if the change computes new weights; `weights` is the state dict before `shape`.
   With `solve`, the call is `fill(model, change, weights, part.solved)` for each part.
 - `calibration_tokens(model) -> int`, if more calibration text than usual improves the result.
-- `describe(change) -> str`: one sentence for users, if they should see the decisions.
+- `describe(change) -> str`: one sentence that tells users the decisions, if they need to know them.
 - `undo(model, change)`, if the change can be undone; `RESTORES = True` if this restores the weights bit for bit.
 """
 

@@ -176,7 +176,7 @@ def check(model: nn.Module, change: Change) -> None:
 
 
 def check_places(model: nn.Module, change: Change) -> list[tuple[str, nn.Module]]:
-    """The places of the change with their modules.
+    """The names of the places of the change, each with the module there.
 
     Raises ValueError for an invalid adapter name, dropout, dtype, rank or alpha.
     """

@@ -103,7 +103,7 @@ class Expand(Options):
     UNDO = "Remove the new blocks, which restores the original weights bit for bit."
 
     blocks: Annotated[int | None, flag("N", "a quarter of the model's blocks")] = None
-    """Number of new blocks, spread evenly."""
+    """Number of new blocks, which are spread evenly."""
     after: Annotated[tuple[int, ...], flag("BLOCK", "all blocks")] = ()
     """Insert new blocks only after these blocks (indices from 0)."""
 
@@ -152,7 +152,7 @@ class Prune(Options):
     sparsity: Annotated[float | None, flag("FRACTION", "0.5, or what --pattern gives")] = None
     """Fraction of each layer's weights to set to zero."""
     pattern: Annotated[str | None, flag("KEPT:GROUP", "any")] = None
-    """Keep KEPT of every GROUP consecutive inputs of an output, such as 2:4 or 4:8."""
+    """Keep KEPT of every GROUP consecutive weights of a row (an output), such as 2:4 or 4:8."""
     where: Annotated[Where, targets("all linear layers of the blocks but routers")] = LINEARS
     """Linear layers to prune; ! excludes, the last match wins."""
 
@@ -182,7 +182,7 @@ class Quantize(Options):
         Method | None,
         flag("|".join(get_args(Method)), "gptq for int4 and int3 if there is calibration text, else rtn"),
     ] = None
-    """Round to nearest (rtn), or minimise the error of outputs on calibration text (gptq)."""
+    """rtn: round to nearest. gptq: minimise the error of the layers' outputs on calibration text."""
     group: Annotated[int | None, flag("INPUTS", "64")] = None
     """Number of inputs that share a scale in int4 and int3; 0 for a complete row."""
     symmetric: bool = False
@@ -241,11 +241,12 @@ class Experts(Options):
     """Number of shared experts, which get the most important neurons and process every token (only with --split
     importance)."""
     split: Annotated[Split, flag("|".join(get_args(Split)))] = "random"
-    """Split neurons at random, by balanced k-means over the weights, or by importance on calibration text."""
+    """random: split neurons at random. cluster: by balanced k-means of the weights. importance: on calibration
+    text."""
     gate: Annotated[Gate, flag("|".join(get_args(Gate)))] = "linear"
-    """Router: one linear layer (linear), or two layers with noise as published (noisy)."""
+    """linear: a router of one linear layer. noisy: a router of two layers with noise, as published."""
     scale: Annotated[Scale, flag("|".join(get_args(Scale)))] = "unbiased"
-    """Factor on expert outputs: the number of routed experts (unbiased), or this number / --top-k (official)."""
+    """Factor on expert outputs. unbiased: the number of routed experts. official: this number / --top-k."""
     balance: NotOffered[float] = 0.01
     """Coefficient of the load-balancing loss."""
     seed: Count = 0
@@ -299,8 +300,8 @@ class LoraExperts(Options):
     )
     """Modules that get experts; ! excludes, the last match wins."""
     router: Annotated[Router, flag("|".join(get_args(Router)))] = "linear"
-    """linear: one router per linear layer; shared: one router per attention and MLP, on the input of the module's
-    first layer; mlp: experts that are MLPs (MixLoRA), with plain LoRA on the other layers."""
+    """linear: one router per linear layer. shared: one router per attention or MLP, on the input of the module's
+    first layer. mlp: experts that are MLPs (MixLoRA), with plain LoRA on the other layers."""
     experts: Count = 8
     """Low-rank experts at each place; 1 is plain LoRA, without a router."""
     top_k: Count = 2

@@ -194,7 +194,7 @@ def _convert_linears(model: nn.Module, places: Collection[str], cls: type[nn.Lin
 
 
 class Pattern(NamedTuple):
-    """An N:M pattern: at most `kept` of every `group` consecutive inputs of an output are nonzero."""
+    """An N:M pattern: at most `kept` of every `group` consecutive weights of a row are nonzero."""
 
     kept: int
     group: int
@@ -228,7 +228,7 @@ class Sparsity(NamedTuple):
     def choose(self, scores: Tensor) -> Tensor:
         """Bool mask of the weights to prune: the weights with the lowest scores (columns, O).
 
-        With a pattern, `columns` is one group, and the lowest scores of each output are pruned.
+        With a pattern, the columns are those of one group, and the lowest scores of each output are chosen.
         """
         if self.pattern is None:
             return smallest(scores, self.fraction)

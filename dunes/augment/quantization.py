@@ -98,8 +98,7 @@ def _override(text: str) -> tuple[str, str]:
 
 
 def _request(options: Quantize, kinds: Collection[str], method: str) -> dict[str, Any]:
-    """The settings that apply to these kinds and this method. Raises ValueError if a setting that does not apply
-    is set."""
+    """The settings that apply to these kinds and this method. Raises ValueError if any other is set."""
     request: dict[str, Any] = {"kind": options.kind, "double": options.double}
     by_group = {*BY_GROUP} & {*kinds}
     unused = {

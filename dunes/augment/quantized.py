@@ -29,8 +29,7 @@ BLOCK = 64
 OUTER = 256
 """Number of blocks whose scales share one second-level scale in double quantization."""
 PAIR_OFFSET = 128
-"""Offset of the codes that `_pairs` returns: the last four bits of 128 in bfloat16 are zero, and are set to a
-code."""
+"""Offset of the codes that `_pairs` returns: the last four bits of 128 in bfloat16 are zero, free for a code."""
 DENSE_ROWS = 128  # fit the CPU's cache
 
 
@@ -209,8 +208,7 @@ def nibbles(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
 
 
 def contiguous(*tensors: Tensor) -> Sequence[Tensor]:
-    """Copies of the tensors in one contiguous buffer, so that compiled code reads them with vector
-    instructions."""
+    """Copies of the tensors in one contiguous buffer, so that compiled code uses vector loads."""
     return torch.cat([t[None] for t in tensors]).unbind(0)
 
 

@@ -143,7 +143,7 @@ def chat(
 
 
 def _cache_format(bits: str | None) -> "CacheFormat | None":
-    """The format of a quantized KV cache, whose decoding is not compiled, as standard error says; or None."""
+    """The format of a KV cache of `bits`, or None. With `bits`, prints a note that decoding is not compiled."""
     if bits is None:
         return None
     from dunes.parts import CacheFormat

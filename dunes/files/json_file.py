@@ -1,5 +1,4 @@
-"""Read and write JSON objects and JSON lines. Files may be untrusted, so file sizes and error messages have
-limits."""
+"""Read and write JSON objects and JSON lines. Files may be untrusted, so sizes and messages are limited."""
 
 import json
 import os

@@ -25,7 +25,7 @@ COMPILED = "_orig_mod"
 
 
 class Place(NamedTuple):
-    """A module in a network: `module` is the child `key` of `parent`, and `name` is its dotted name without
+    """A module in a network: `module` is the child `key` of `parent`; `name` is its dotted name without
     wrappers."""
 
     name: str
@@ -80,8 +80,7 @@ def _pattern(glob: str) -> re.Pattern[str]:
 
 
 def places(model: nn.Module, prefix: str = "") -> Iterator[Place]:
-    """All places below `model`, parents before children. For a wrapped module, `module` is the outermost
-    wrapper."""
+    """All places below `model`, parents before children; a wrapped module's `module` is its outermost wrapper."""
     model = uncompiled(model)
     for key, module in model._modules.items():  # named_children omits repeated modules
         if module is not None:

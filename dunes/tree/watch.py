@@ -25,8 +25,7 @@ from dunes.tree.places import Where, find
 Forward = Callable[[str, Any], object]
 """A function that is called with the name of a module and the module's output."""
 Backward = Callable[[str, str, Tensor], object]
-"""A function of a module's name, a tensor's path in the output ("" for a plain tensor), and the tensor's
-gradient."""
+"""A function of a module's name, a tensor's path in the output ("" for a plain tensor), and its gradient."""
 
 
 @contextmanager
