@@ -5,8 +5,8 @@ run, a spinning thread may occupy the core that the awaited thread needs; this m
 long. On an idle machine, always sleeping early costs 17 % (docs/log/training.md, "Waiting threads by need;
 measured once, kept for ever"). At each wait, libgomp spins less if it manages more threads than the machine has
 processors (`do_spin` in config/linux/wait.h, `gomp_managed_threads` in team.c). A watcher thread measures the time
-that this process's threads wait for a core. While threads wait long, another thread keeps an idle OpenMP team, so
-that libgomp manages more threads than processors and spins less.
+that this process's threads wait for a core. While these waits are long, another thread keeps an idle OpenMP team,
+so that libgomp manages more threads than processors and spins less.
 """
 
 import ctypes

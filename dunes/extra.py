@@ -21,8 +21,7 @@ def extra(module: str, name: str) -> Any:
 
 
 def attributes_of(package: str, files: Sequence[str], names: Sequence[str]) -> Callable[[str], Any]:
-    """A package's `__getattr__`: finds `names` in the modules `files`, and imports a module only at its first
-    use."""
+    """A package's `__getattr__`: it finds `names` in the modules `files`, and imports modules at first use."""
 
     def find(name: str) -> Any:
         if name in names:

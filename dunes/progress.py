@@ -49,7 +49,7 @@ def _console() -> "Console":
 class Display:
     """Shows the progress and messages of a task on a console.
 
-    Inside `with Display(console) as display:`, call `display.state(...)` after each step, and
+    Inside `with Display(console) as display:`, call `display.state(...)` to show progress, and
     `display.line(text)` to print a line. A quiet display shows no progress and no `detail` lines.
     """
 

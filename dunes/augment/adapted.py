@@ -27,7 +27,7 @@ class LoraConfig:
     dropout: float = 0.0
 
     def __repr__(self) -> str:
-        """This text must stay the same in all versions, since structure digests in saved folders include it."""
+        """The repr stays the same in all versions, since structure digests in saved folders include it."""
         settings = f"rank={self.rank}, alpha={self.alpha}, rslora={self.rslora}, dora=False, pissa=False"
         return f"LoraConfig({settings}, dropout={self.dropout})"
 
@@ -43,9 +43,9 @@ class Adapter(nn.Module):
         "A": ("RI", "lora_A.weight"),
         "B": ("OR", "lora_B.weight"),
     }
-    """Maps a trained tensor's attribute to its dimensions and name in PEFT's files; a subclass adds its own."""
+    """Maps a trained tensor's attribute to its dimensions and name in PEFT's files. Subclasses add tensors."""
     PEFT_SETTING: ClassVar[str] = ""
-    """The key of adapter_config.json that PEFT sets for this variant; "" if PEFT's format has it as plain LoRA."""
+    """The key of PEFT's adapter_config.json that selects this variant; "" if PEFT stores it as plain LoRA."""
     A: nn.Parameter
     B: nn.Parameter
     supports_packing = True

@@ -126,7 +126,7 @@ def calibrate_blocks(
 def _solve_layers(
     run: Forward, states: Tensor, rows: Rows, linears: Linears, solve: Solve, sequential: bool
 ) -> None:
-    """Change these layers of a block by `solve`, all at once, or in stages if `sequential`."""
+    """Let `solve` change these layers of a block: all at once, or in stages if `sequential`."""
     stages = _stages(run, states, rows[:1], linears) if sequential and len(linears) > 1 else [linears]
     for stage in filter(None, stages):
         grams = _collect(run, states, rows, stage)
@@ -142,7 +142,8 @@ def _collect(run: Forward, states: Tensor, rows: Rows, linears: Linears) -> dict
     """Run the hidden states (S, T, D) through `run`; return the `Gram` of the inputs of each linear layer called.
 
     The result is a dict keyed by layer name, in execution order. The first forward counts the calls of each layer.
-    Later forwards stop after as many calls of each layer. Layers that read the same tensor share a `Gram`.
+    Later forwards stop once each layer has been called that often. Layers that read the same tensor share a
+    `Gram`.
     """
     grams: dict[str, Gram] = {}
     calls, awaited = Counter[str](), Counter[str]()
@@ -201,7 +202,7 @@ def assign_weight(linear: nn.Linear, weight: Tensor) -> None:
 
 
 def _plain_linears(decoder: Decoder, names: Collection[str]) -> dict[str, nn.Linear]:
-    """The linear layers with these names, in blocks or the head. Raises ValueError for any other module."""
+    """These linear layers of blocks and the head, by name. Raises ValueError for any other module."""
     modules = modules_at(decoder, names)
     for name in names:
         module = modules.get(name)

@@ -100,7 +100,7 @@ def _make_part(model: nn.Module, entry: Any, part: Part, spill: Spill | None) ->
 
 
 def repeat_structure(model: nn.Module, change: Change) -> None:
-    """Change the structure of a new model as recorded; the caller loads the weights afterwards.
+    """Change only the structure of the model, as recorded; the caller sets or loads the weights afterwards.
 
     Raises ValueError for an unknown change, and for a record that does not fit the model.
     """

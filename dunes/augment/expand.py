@@ -1,4 +1,4 @@
-"""Block expansion (LLaMA Pro): insert copies of blocks with zeroed output projections; only they are trained.
+"""Block expansion (LLaMA Pro): insert copies of blocks with zero output projections; only the copies are trained.
 
 https://arxiv.org/abs/2401.02415. This module is registered in the table `CHANGES` in `changes.py`.
 """

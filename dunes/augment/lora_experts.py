@@ -1,4 +1,5 @@
-"""Sparse mixtures of LoRA experts: for each token, a router selects and weighs a few updates of a linear layer.
+"""Sparse mixtures of LoRA experts: for each token, a router selects a few updates of a linear layer and their
+weights.
 
 This module is registered in the table `CHANGES` in `changes.py`. LLaVA-MoLE https://arxiv.org/abs/2401.16160, MoLA
 https://arxiv.org/abs/2402.08562, LoRAMoE https://arxiv.org/abs/2312.09979, MoLoRA
@@ -150,8 +151,8 @@ class OutputExperts(ExpertAdapter):
 
     Let h be the activation of the frozen MLP, h_e the activation of expert e, and W the frozen projection. The
     output is W(h + sum of w_e (h_e - h)) + sum of w_e * scale * B_e(A_e(h_e)). If the weights sum to one, the
-    output equals the weighted sum of the experts, but W is multiplied only once. Until the experts are trained,
-    the output equals W h bit for bit.
+    output equals the weighted sum of the experts, but needs only one product with W. Until the experts are
+    trained, the output equals W h bit for bit.
     """
 
     for_each_choice = True, False

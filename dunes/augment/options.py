@@ -19,7 +19,7 @@ Where = tuple[str, ...]
 
 Kind = Literal["int8", "int4", "int3", "nf4"]
 Method = Literal["rtn", "gptq"]
-"""Methods of quantization; their functions are in `quantization.SOLVERS`."""
+"""Methods of quantization; `quantization.SOLVERS` has the functions of all methods except rtn."""
 RTN, CALIBRATED = "rtn", ("gptq",)  # CALIBRATED methods need text; the first is the default if there is text
 Variant = Literal["lora", "rslora", "dora", "pissa"]
 Pruning = Literal["sparsegpt", "wanda", "magnitude"]
@@ -77,7 +77,7 @@ class Options:
         return {field.name: _as_json(field.name, getattr(self, field.name)) for field in fields(self)}
 
     def changed(self) -> list[str]:
-        """The command-line flags of the options whose values differ from their defaults."""
+        """The flag names, without dashes, of the options whose values differ from their defaults."""
         default = type(self)()
         return [option(f.name) for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)]
 
@@ -129,7 +129,7 @@ class Narrow(Options):
     blocks: KeepCount = None
     """Blocks to keep."""
     uneven: bool = False
-    """Rank heads and neurons across layers; the layers then differ in size, and only dunes opens the model."""
+    """Rank heads and neurons across layers; the layers then differ in size, and only dunes can open the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +182,7 @@ class Quantize(Options):
         Method | None,
         flag("|".join(get_args(Method)), "gptq for int4 and int3 if there is calibration text, else rtn"),
     ] = None
-    """rtn: round to nearest. gptq: minimise the error of the layers' outputs on calibration text."""
+    """rtn: round to nearest. gptq: minimise the error of outputs on calibration text."""
     group: Annotated[int | None, flag("INPUTS", "64")] = None
     """Number of inputs that share a scale in int4 and int3; 0 for a complete row."""
     symmetric: bool = False
@@ -241,8 +241,7 @@ class Experts(Options):
     """Number of shared experts, which get the most important neurons and process every token (only with --split
     importance)."""
     split: Annotated[Split, flag("|".join(get_args(Split)))] = "random"
-    """random: split neurons at random. cluster: by balanced k-means of the weights. importance: on calibration
-    text."""
+    """How to split: random; cluster (balanced k-means of the weights); importance (on calibration text)."""
     gate: Annotated[Gate, flag("|".join(get_args(Gate)))] = "linear"
     """linear: a router of one linear layer. noisy: a router of two layers with noise, as published."""
     scale: Annotated[Scale, flag("|".join(get_args(Scale)))] = "unbiased"
@@ -267,7 +266,7 @@ class Lora(Options):
     """Globs of linear layers; an embedding is selected only by its exact name."""
     rank: int = 16
     alpha: float = 32.0
-    """Scaling: the adapter's output is multiplied by alpha / rank."""
+    """Scaling: the adapter's output is multiplied by alpha / rank, or with `rslora` by alpha / sqrt(rank)."""
     ranks: Mapping[str, int] | Sequence[tuple[str, int]] = ()
     """Maps globs of places to ranks other than `rank`; the last glob that matches a place wins."""
     rslora: bool = False
@@ -345,4 +344,4 @@ OPTIONS: dict[str, type[Options]] = {
     "upcycle": Upcycle,
 }
 COMMANDS = ("expand", "narrow", "prune", "quantize", "upcycle", "experts", "lora-experts")
-"""Changes with a command `dunes augment NAME`."""
+"""Names of the changes that have a command `dunes augment NAME`."""

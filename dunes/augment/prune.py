@@ -83,7 +83,7 @@ def solve(model: nn.Module, change: Change, ids: Tensor | None) -> Iterator[Part
     """Prune the layers, block by block; the record gets the numbers of weights and of nonzero weights per layer.
 
     A layer with fewer calibration tokens than inputs, such as a rarely used expert, is pruned by magnitude. Its
-    record then has the method "magnitude".
+    entry in the record then has the method "magnitude".
     """
     linears = modules_at(model, change.places)
     places: dict[str, dict[str, Any]] = {}

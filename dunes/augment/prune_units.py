@@ -178,7 +178,7 @@ def _kept_units(
 
 
 def _kept_experts(model: Decoder, scores: Mapping[str, Tensor], experts: int) -> dict[str, dict[str, Any]]:
-    """The indices of the experts that each mixture keeps, ranked by the summed importance of their neurons."""
+    """The indices of the experts that each mixture keeps: those with the largest sums of neuron importances."""
     mixtures = {p.name: p.module for p in tree.places(model) if isinstance(p.module, MoE)}
     if not mixtures:
         raise ValueError("experts: this model has no mixture of experts")

@@ -124,8 +124,8 @@ def _dense_layers(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The linear layers to quantize, and their kinds, both keyed by layer name.
 
-    Wildcards skip layers that are already quantized. Raises ValueError for the exact name of a quantized layer, if
-    only quantized layers are selected, and for a glob that selects nothing.
+    Wildcards skip layers that are already quantized. Raises ValueError if a quantized layer is selected by its
+    exact name, if only quantized layers are selected, or if a glob selects nothing.
     """
     rules: list[tuple[list[str], str]] = [(globs, kind), *(([glob], other) for glob, other in overrides)]
     tied = getattr(model, "head", True) is None

@@ -61,7 +61,7 @@ class Grid:
     symmetric: bool = False
 
     def __repr__(self) -> str:
-        """This text must stay the same in all versions, since structure digests in saved folders include it."""
+        """The repr stays the same in all versions, since structure digests in saved folders include it."""
         settings = f"bits={self.bits}, group={self.group}, symmetric={self.symmetric}, real_zero=False"
         return f"Grid({settings})"
 

@@ -14,7 +14,7 @@ TRUST = {
     "trust_code": "Import the functions listed in a model's card; this runs code from outside this package.",
     "trust_sources": "Read the training text listed in a model's card, even if this user did not train on it.",
 }
-"""Options of every command that opens a model folder."""
+"""Additional options of every command that opens a model folder, with their help texts."""
 GIVEN: ContextVar[Collection[str]] = ContextVar("GIVEN", default=())
 """Names of the options on the command line, including options set to their defaults."""
 

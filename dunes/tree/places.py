@@ -25,8 +25,7 @@ COMPILED = "_orig_mod"
 
 
 class Place(NamedTuple):
-    """A module in a network: `module` is the child `key` of `parent`; `name` is its dotted name without
-    wrappers."""
+    """A module in a network: the child `key` of `parent`. `name` is its dotted name without wrappers."""
 
     name: str
     module: nn.Module
@@ -50,7 +49,8 @@ def is_dense(module: object) -> TypeGuard[nn.Linear]:
 
 
 def linears(module: nn.Module) -> Iterator[nn.Module]:
-    """The linear layers in a module, with their wrappers. A wrapped module that has children does not count."""
+    """The linear layers in a module, with wrappers. A layer does not count if its innermost module has
+    children."""
     if linear(module) and not any(True for _ in innermost(module).children()):
         yield module
     else:
@@ -80,7 +80,7 @@ def _pattern(glob: str) -> re.Pattern[str]:
 
 
 def places(model: nn.Module, prefix: str = "") -> Iterator[Place]:
-    """All places below `model`, parents before children; a wrapped module's `module` is its outermost wrapper."""
+    """All places below `model`, parents first. For a wrapped module, `module` is the outermost wrapper."""
     model = uncompiled(model)
     for key, module in model._modules.items():  # named_children omits repeated modules
         if module is not None:
@@ -200,7 +200,7 @@ def freeze(model: nn.Module, where: Where = "**") -> list[str]:
 
 
 def count(model: nn.Module, trainable: bool = False) -> int:
-    """Number of parameters, or with `trainable` of trainable parameters; a shared parameter counts once.
+    """Number of parameters, or only of the trainable ones with `trainable`; a shared parameter counts once.
 
     Without `trainable`, quantized weights count, too. Raises ValueError for parameters without a shape yet.
     """

@@ -25,14 +25,15 @@ from dunes.tree.places import Where, find
 Forward = Callable[[str, Any], object]
 """A function that is called with the name of a module and the module's output."""
 Backward = Callable[[str, str, Tensor], object]
-"""A function of a module's name, a tensor's path in the output ("" for a plain tensor), and its gradient."""
+"""A function that is called with a module's name, the path of a tensor in the output, and the tensor's gradient.
+The path is "" for a plain tensor."""
 
 
 @contextmanager
 def hooks(
     model: nn.Module, where: Where = "**", forward: Forward | None = None, backward: Backward | None = None
 ) -> Iterator[None]:
-    """Call `forward` with each output of the selected modules, and `backward` with each gradient of an output.
+    """Call `forward` with each output of the selected modules, and `backward` with the gradient of each output.
 
     The recomputation of a checkpointed module in backward does not count as a call. The added hooks are removed
     from modules and tensors afterwards, even if the body raises. Compiled modules run uncompiled in the context.
