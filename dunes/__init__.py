@@ -36,8 +36,8 @@ _ROOMS = {
 }
 __doc__ = f"{__doc__}\n" + "\n".join(f"    {room:12}{line}" for room, line in _ROOMS.items())
 
-# If the system does not report how long threads wait for cores, `share_cores` does nothing; this variable makes
-# waiting threads always sleep early. OpenMP reads it once, when torch is loaded.
+# If the system does not report how long threads wait for cores, `share_cores` does nothing. GOMP_SPINCOUNT then
+# makes waiting threads always sleep early; OpenMP reads it once, when torch is loaded.
 if "torch" not in sys.modules and not os.environ.keys() & OWN_CHOICE and not reports_waits():
     os.environ["GOMP_SPINCOUNT"] = "3000"
 

@@ -58,7 +58,7 @@ def option(field: str) -> str:
 
 
 def parse_fields(texts: Sequence[str]) -> dict[str, str]:
-    """Parse ["prompt=question,completion=answer"]: a dict from our field names to a file's. Raises ValueError."""
+    """Map our field names to the file's, as in ["prompt=question,completion=answer"]. Raises ValueError."""
     parts = [part.partition("=") for text in texts for part in re.split(r",(?=\w+=)", text)]
     names = {ours: theirs for ours, _, theirs in parts}
     if min(len(names), len({*names.values()})) < len(parts) or not all(map(all, names.items())):

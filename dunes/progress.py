@@ -202,7 +202,7 @@ def raise_if_asked() -> None:
 
 
 def is_shown() -> bool:
-    """True if a phase is in progress; progress is then shown already."""
+    """True if a phase is in progress, and its progress is already shown."""
     return _listener.get() is not None
 
 

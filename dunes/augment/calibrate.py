@@ -47,7 +47,7 @@ class Gram:
 
     @classmethod
     def zeros(cls, inputs: int, device: torch.device) -> "Gram":
-        """The Gram matrix of zero tokens."""
+        """A Gram matrix to which no token has been added."""
         return cls(torch.zeros(inputs, inputs, device=device))
 
     def add(self, x: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The table of all kinds of change to a built model, and functions that make, repeat and undo changes."""
+"""The table of all kinds of change to a model, and functions that make, repeat and undo changes."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

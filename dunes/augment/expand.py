@@ -71,7 +71,7 @@ def describe(change: Change) -> str:
 
 
 def shape(model: nn.Module, change: Change) -> None:
-    """Insert a copy of the preceding block at each place."""
+    """At each place of the change, insert a copy of the preceding block."""
     blocks = _decoder(model).blocks
     for index in each(_indices(change), end=COPIED):
         tree.insert(model, "blocks", index, block := deepcopy(blocks[index - 1]))

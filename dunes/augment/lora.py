@@ -1,4 +1,4 @@
-"""LoRA adapters and their variants for any built model: add, select, merge and remove them.
+"""LoRA adapters and their variants for any existing model: add, select, merge and remove them.
 
 Plain LoRA is in `adapted.py`. This module is registered in the table `CHANGES` in `changes.py`.
 """
@@ -65,7 +65,7 @@ class DoRA(Adapter):
 
     @torch.no_grad()
     def norms(self, base: nn.Module) -> Tensor:
-        """The norm of each row of the updated matrix (O,), without gradient (section 4.3 of the paper).
+        """The norms (O,) of the updated matrix's rows, without gradient (section 4.3 of the paper).
 
         The norms are computed from the factors; the updated matrix is not materialised.
         """
@@ -118,7 +118,7 @@ class PiSSA(Adapter):
 
 
 VARIANTS: dict[str, type[Adapter]] = {"dora": DoRA, "pissa": PiSSA}
-"""Maps names of `options.VARIANTS` to adapter classes; the other names are options of plain LoRA."""
+"""Maps names of `options.VARIANTS` to adapter classes; the other variants are options of plain LoRA."""
 
 
 def adapter_class(request: Mapping[str, Any]) -> type[Adapter]:

@@ -147,7 +147,8 @@ class HiddenExperts(ExpertAdapter):
 
 
 class OutputExperts(ExpertAdapter):
-    """LoRA experts of an MLP's down projection in MixLoRA. The forward returns the weighted sum of the experts.
+    """LoRA experts of an MLP's down projection in MixLoRA. The forward returns the weighted sum of the experts'
+    outputs.
 
     Let h be the activation of the frozen MLP, h_e the activation of expert e, and W the frozen projection. The
     output is W(h + sum of w_e (h_e - h)) + sum of w_e * scale * B_e(A_e(h_e)). If the weights sum to one, the

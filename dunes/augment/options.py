@@ -1,4 +1,4 @@
-"""The options of each change. They are arguments of `decide`, fields of records, and flags of the command line.
+"""The options of each change: arguments of `decide`, fields of records, and flags of the command line.
 
 Importing this module does not import torch. `NotOffered` fields have no flag and are set from Python only.
 """

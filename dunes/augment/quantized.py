@@ -428,7 +428,7 @@ class GroupInt(Quantized):
     def _packed(self) -> int_linear.PackedInt4:
         """The matrix in the layout of the kernel `int4_linear`, cached as long as the codes exist.
 
-        The packed matrix takes as much memory as the codes, in addition to them.
+        The codes stay in memory, too; the packed matrix adds 4 bits per weight.
         """
         parts = [t for t in (self.codes, self.scale, self.zero) if t is not None]
         state = [(id(t), t._version) for t in parts]

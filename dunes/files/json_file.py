@@ -38,7 +38,7 @@ def read_if_present(path: Path) -> dict[str, Any]:
 
 
 def parse(text: bytes, path: Path) -> dict[str, Any]:
-    """The object in the bytes of a JSON file; `path` is for error messages. Raises ValueError like `read`."""
+    """Parse a JSON file's bytes into an object; `path` is for error messages. Raises ValueError like `read`."""
     if (items := sum(map(text.count, (b",", b"[", b"{")))) > MAX_ITEMS:
         raise ValueError(f"{path}: {items:,} commas and brackets; a JSON file has at most {MAX_ITEMS:,}")
     try:

@@ -49,8 +49,7 @@ def is_dense(module: object) -> TypeGuard[nn.Linear]:
 
 
 def linears(module: nn.Module) -> Iterator[nn.Module]:
-    """The linear layers in a module, with wrappers. A layer does not count if its innermost module has
-    children."""
+    """The linear layers in a module, with wrappers. Layers whose innermost module has children do not count."""
     if linear(module) and not any(True for _ in innermost(module).children()):
         yield module
     else:
