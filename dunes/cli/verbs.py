@@ -181,8 +181,9 @@ def compile_(
 
     Example: dunes compile ~/models/mistral
 
-    Args: dtype: Dtype of the weights; computation is in float32. By default, float32 weights are rounded to
-    bfloat16 or float16: the faster of those that generate the same text.
+    Args:
+        dtype: Dtype of the weights; computation is in float32. By default, float32 weights are rounded to bfloat16
+            or float16: the faster of those that generate the same text.
     """
     import torch
 
