@@ -5,8 +5,8 @@ run, a spinning thread may occupy the core that the awaited thread needs; this m
 long. On an idle machine, always sleeping early costs 17 % (docs/log/training.md, "Waiting threads by need;
 measured once, kept for ever"). At each wait, libgomp spins less if it manages more threads than the machine has
 processors (`do_spin` in config/linux/wait.h, `gomp_managed_threads` in team.c). A watcher thread measures the time
-that this process's threads wait for a core. While threads wait long, another thread keeps an idle OpenMP team, so
-that libgomp manages more threads than processors and spins less.
+that this process's threads wait for a core. While these waits are long, another thread keeps an idle OpenMP team,
+so that libgomp manages more threads than processors and spins less.
 """
 
 import ctypes
@@ -25,13 +25,13 @@ OWN_CHOICE = frozenset({
 SECONDS = 0.25
 """Seconds between two measurements."""
 BUSY = 0.15
-"""Waiting threads sleep early while all threads together wait for cores longer than this, in seconds per second.
+"""OpenMP threads sleep early while the threads' total waiting time for cores is above this, in seconds per second.
 While one other program runs, the waiting time is 0.7 seconds per second."""
 FREE = 0.05
-"""Cores count as idle while all threads together wait for cores less than this, in seconds per second. While no
-other program runs, the waiting time is 0.01 seconds per second."""
+"""Cores count as idle while the threads' total waiting time for cores is below this, in seconds per second. While
+no other program runs, the waiting time is 0.01 seconds per second."""
 PATIENCE = 8
-"""Number of consecutive measurements with idle cores after which waiting threads spin again."""
+"""Number of consecutive measurements with idle cores after which OpenMP threads spin again."""
 _TASKS = Path("/proc/self/task")
 _watcher: threading.Thread | None = None
 _lock = threading.Lock()

@@ -21,7 +21,7 @@ def extra(module: str, name: str) -> Any:
 
 
 def attributes_of(package: str, files: Sequence[str], names: Sequence[str]) -> Callable[[str], Any]:
-    """A `__getattr__` for a package that imports a file or module only when one of its names is first used."""
+    """A package's `__getattr__`: it finds `names` in the modules `files`, and imports modules at first use."""
 
     def find(name: str) -> Any:
         if name in names:

@@ -49,7 +49,7 @@ def _console() -> "Console":
 class Display:
     """Shows the progress and messages of a task on a console.
 
-    Inside `with Display(console) as display:`, call `display.state(...)` after each step, and
+    Inside `with Display(console) as display:`, call `display.state(...)` to show progress, and
     `display.line(text)` to print a line. A quiet display shows no progress and no `detail` lines.
     """
 
@@ -101,7 +101,7 @@ class Display:
 
     @contextmanager
     def own_bar(self, title: str) -> Iterator[None]:
-        """Show the phases inside the `with` block on a new bar, with a title and the remaining time."""
+        """Restart the bar for the phases inside the `with` block, with a title and the remaining time."""
         self._start, self._last_line = monotonic(), -math.inf
         with shown_by(lambda text, done: self.time_left(f"{title}: {text}", done)):
             yield
@@ -172,7 +172,7 @@ def phase(text: str, start: float = 0.0, end: float = 1.0) -> Iterator[None]:
 
 @contextmanager
 def part(start: float, end: float) -> Iterator[None]:
-    """Loops inside the `with` block report from fraction `start` to fraction `end` of the current phase."""
+    """Loops inside the `with` block cover the current phase from fraction `start` to fraction `end`."""
     listener = _listener.get()
     token = _listener.set(listener and (lambda share: listener(start + (end - start) * share)))
     try:
@@ -202,7 +202,7 @@ def raise_if_asked() -> None:
 
 
 def is_shown() -> bool:
-    """True if a phase is in progress; progress is then shown already."""
+    """True if a phase is in progress, and its progress is already shown."""
     return _listener.get() is not None
 
 

@@ -1,4 +1,4 @@
-"""Low-rank adapters, and wrappers that give a linear layer or an embedding several adapters by name.
+"""Low-rank adapters, and wrappers that hold a linear layer or an embedding together with its named adapters.
 
 LoRA https://arxiv.org/abs/2106.09685, rsLoRA https://arxiv.org/abs/2312.03732; variants of LoRA are in `lora.py`.
 """
@@ -27,7 +27,7 @@ class LoraConfig:
     dropout: float = 0.0
 
     def __repr__(self) -> str:
-        """Structure digests in saved folders include this text, so it must not change."""
+        """The repr stays the same in all versions, since structure digests in saved folders include it."""
         settings = f"rank={self.rank}, alpha={self.alpha}, rslora={self.rslora}, dora=False, pissa=False"
         return f"LoraConfig({settings}, dropout={self.dropout})"
 
@@ -43,9 +43,9 @@ class Adapter(nn.Module):
         "A": ("RI", "lora_A.weight"),
         "B": ("OR", "lora_B.weight"),
     }
-    """For each trained tensor: attribute, dimensions and name in PEFT's files. A subclass adds its own tensors."""
+    """Maps a trained tensor's attribute to its dimensions and name in PEFT's files. Subclasses add tensors."""
     PEFT_SETTING: ClassVar[str] = ""
-    """The key of PEFT's adapter_config.json that is true for this variant; "" if PEFT saves it as plain LoRA."""
+    """The key of PEFT's adapter_config.json that selects this variant; "" if PEFT stores it as plain LoRA."""
     A: nn.Parameter
     B: nn.Parameter
     supports_packing = True
@@ -59,7 +59,7 @@ class Adapter(nn.Module):
     def __init__(self, base: nn.Module, config: LoraConfig, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
-        vars(self)["magnitude"] = None  # in all adapters, since structure digests in saved folders include it
+        vars(self)["magnitude"] = None  # set in all adapters, since structure digests in saved folders include it
         device = next(t.device for t in (*base.parameters(), *base.buffers()))
         size = {"R": config.rank, **dict(zip("IO", sides(base), strict=True))}
         for name, (dims, _) in self.PARAMETERS.items():
@@ -67,7 +67,7 @@ class Adapter(nn.Module):
             setattr(self, name, nn.Parameter(empty))
 
     def initialise(self, base: nn.Module, generator: torch.Generator) -> None:
-        """Set initial values, so that the update is zero. `base` is the adapted module."""
+        """Set initial values for which the update is zero. `base` is the adapted module."""
         # kaiming_uniform_(a=sqrt(5)), as in the paper's code
         self.A.copy_(torch.empty(self.A.shape).uniform_(-1, 1, generator=generator) / self.A.shape[-1] ** 0.5)
         self.B.zero_()
@@ -81,7 +81,7 @@ class Adapter(nn.Module):
         return self.add(y, self.update(x), base).to(y.dtype)
 
     def add(self, y: Tensor, update: Tensor, base: nn.Module) -> Tensor:
-        """The adapted output (..., O), from the output y (..., O) of `base` and the update (..., O)."""
+        """Add the update (..., O) to the output y (..., O) of `base`; returns the adapted output (..., O)."""
         return y + update
 
     def base_input(self, x: Tensor) -> Tensor:
@@ -205,7 +205,7 @@ class AdaptedEmbedding(Adapted):
 
 
 def _fusable(adapter: Adapter, base: Any, x: Tensor) -> bool:
-    """True if `low_rank.fused` can compute this forward, which needs plain LoRA, a frozen base and one dtype."""
+    """True if `low_rank.fused` can compute this forward: plain LoRA, no dropout, a frozen base, one dtype."""
     if type(adapter) is not Adapter or torch.compiler.is_compiling():
         return False
     if adapter.config.dropout and adapter.training:

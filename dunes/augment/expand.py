@@ -1,4 +1,4 @@
-"""Block expansion (LLaMA Pro): insert copies of blocks with zeroed output projections, and train only the copies.
+"""Block expansion (LLaMA Pro): insert copies of blocks with zero output projections; only the copies are trained.
 
 https://arxiv.org/abs/2401.02415. This module is registered in the table `CHANGES` in `changes.py`.
 """
@@ -36,7 +36,8 @@ TOKENS = 8
 def decide(model: nn.Module, options: Expand) -> Change:
     """The record of the change. `places` are the new blocks, each with the index of the block that it copies.
 
-    Raises ValueError if the model is no decoder or not dense, and for block indices out of range.
+    Raises ValueError if the model is no decoder, if blocks have quantized layers, adapters or modules that use
+    results of an earlier block, and for block indices out of range.
     """
     depth, blocks, after = len(_decoder(model).blocks), options.blocks, options.after
     if name := order_matters(model):
@@ -70,11 +71,11 @@ def describe(change: Change) -> str:
 
 
 def shape(model: nn.Module, change: Change) -> None:
-    """Insert a copy of the preceding block at each place."""
+    """At each place of the change, insert a copy of the preceding block."""
     blocks = _decoder(model).blocks
     for index in each(_indices(change), end=COPIED):
         tree.insert(model, "blocks", index, block := deepcopy(blocks[index - 1]))
-        unmask_linears(block)  # zeroed output projections must be trainable
+        unmask_linears(block)  # a `MaskedLinear` would keep the zeros of the output projections
 
 
 def _indices(change: Change) -> list[int]:

@@ -39,9 +39,9 @@ def decide(model: nn.Module, options: Experts, ids: Tensor | None = None) -> Cha
     For a split by importance, the sequences of `ids` (S, T) int64 are clustered into groups, one per routed
     expert. Without shared experts, an expert gets the neurons most important to its group, and a neuron may be in
     several experts. With shared experts, each neuron is in one expert, and shared experts get the neurons that
-    most groups rank high. The outputs of routed experts are multiplied by the number of routed experts, so that
-    the experts' mean is the dense MLP. With `scale="official"`, this factor is divided by `top_k`. Raises
-    ValueError for invalid options.
+    rank high in the largest number of groups. The outputs of routed experts are multiplied by the number of routed
+    experts. If each neuron is in one expert, the shared experts plus the mean of the routed experts then equal the
+    dense MLP. With `scale="official"`, this factor is divided by `top_k`. Raises ValueError for invalid options.
     """
     request = options.request()
     _check_request(request, ids)
@@ -154,7 +154,7 @@ def undo(model: nn.Module, change: Change) -> None:
     """Join the experts into dense MLPs, which equal the original MLPs bit for bit if the experts were not trained.
 
     Raises ValueError if a neuron may be in several experts or in none. Also raises ValueError if the factor of the
-    outputs is no power of two, since such a factor rounded the weights.
+    outputs is no power of two, since multiplying by it rounded the weights.
     """
     if not is_partition(change):
         raise ValueError("split by importance without shared experts: some neurons are in several experts or none")
@@ -201,7 +201,7 @@ def balanced_assignment(scores: Tensor) -> Tensor:
     """Assign items to E groups of equal size by their scores (N, E); returns a group index (N,) for each item.
 
     (item, group) pairs are sorted by score minus the item's mean score; in this order, each item joins its first
-    group that is not full. If E does not divide N, the first N mod E items that meet a full group still join it.
+    group that is not full. If E does not divide N, the first N mod E items whose group is full still join it.
     """
     items, groups = scores.shape
     room, labels, left = [items // groups] * groups, [-1] * items, items % groups
@@ -233,7 +233,7 @@ def importances(
 
 
 def input_gradients(model: nn.Module, ids: Tensor, layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """Inputs of these layers times the gradients of the loss for these inputs: (S, T, I) float32 by layer name.
+    """Inputs of these layers times the loss's gradients with respect to them: (S, T, I) float32 by layer name.
 
     Layers that the forward does not call are missing in the result.
     """
@@ -259,15 +259,15 @@ def input_gradients(model: nn.Module, ids: Tensor, layers: Mapping[str, nn.Modul
 
 
 def private_neurons(scores: Tensor, width: int) -> Tensor:
-    """The `width` neurons (E, W) with the highest scores (E, H) of each group; groups may share neurons."""
+    """For each group, the `width` neurons (E, W) with the highest scores (E, H); groups may share neurons."""
     return scores.topk(width, 1).indices
 
 
 def shared_neurons(scores: Tensor, width: int) -> Tensor:
     """Put each neuron into one expert; returns indices (experts, W): shared experts, then one expert per group.
 
-    `scores` (E, H) are the importances by group. Shared experts get the neurons that are in the top W of most
-    groups. The number of experts, shared ones included, is H / `width`.
+    `scores` (E, H) are the importances by group. Shared experts get the neurons that are in the top W of the
+    largest number of groups. The number of experts, shared ones included, is H / `width`.
     """
     groups, hidden = scores.shape
     scores = scores / scores.sum(1, keepdim=True).clamp(min=1e-30)

@@ -26,14 +26,14 @@ BLOCK = 128
 DAMP = 0.01
 """Damping added to the Hessian's diagonal, as a fraction of the diagonal's mean."""
 MOST_DAMPING = 1e4
-"""Maximum damping, as a multiple of the mean diagonal; with more damping, the Gram matrix would not matter."""
+"""Maximum damping, as a multiple of the diagonal's mean; more damping would make the Gram matrix negligible."""
 
 
 class Hessian(NamedTuple):
     """The damped Hessian `matrix` (I, I): 2/n times the sum of x xT over n tokens, plus `added` on the diagonal.
 
     `factor` (I, I) is the upper Cholesky factor of the inverse of `matrix`. `dead` (I,), bool, is True for inputs
-    that are always zero. `damp` is `added` as a fraction of the mean diagonal.
+    that are always zero. `damp` is `added` as a fraction of the diagonal's mean.
     """
 
     factor: Tensor
@@ -54,7 +54,7 @@ def hessian(gram: Gram, damp: float, place: str = "a layer") -> Hessian:
     h = gram.matrix * (2 / max(1, gram.tokens))
     dead = h.diagonal() == 0
     mean = h.new_ones(()) if dead.all() else h.diagonal().mean()
-    h.diagonal()[dead] = mean  # keeps the diagonal positive, and changes no other input
+    h.diagonal()[dead] = mean  # makes the diagonal positive, and has no effect on other inputs
     while True:
         damped, added = h.clone(), damp * mean
         damped.diagonal().add_(added)
@@ -128,7 +128,7 @@ def solve(
 
 
 def hessian_of(gram: Gram, act_order: bool, place: str = "a layer") -> tuple[Hessian, Tensor | None]:
-    """The Hessian of a Gram matrix, and with `act_order` the order (I,) of its columns: largest inputs first."""
+    """The Hessian, and the order (I,) of its columns: largest inputs first, or None without `act_order`."""
     order = gram.matrix.diagonal().argsort(descending=True, stable=True) if act_order else None
     if order is not None:
         gram = replace(gram, matrix=gram.matrix[order][:, order])
@@ -138,10 +138,10 @@ def hessian_of(gram: Gram, act_order: bool, place: str = "a layer") -> tuple[Hes
 def round_columns(
     weight: Tensor, h: Hessian, order: Tensor | None, grid: Grid, zeros: Tensor | None = None
 ) -> tuple[Tensor, QuantParams]:
-    """Round a float32 weight (O, I); returns it with its scales and zero points (O, G).
+    """Round a float32 weight (O, I); returns the rounded weight, and its scales and zero points (O, G).
 
-    A group's scale and zero point are fitted when the sweep reaches the group's first column, or with an `order`
-    (I,) to the original weight ("static groups"). Where `zeros` (O, I) is True, the result is 0.
+    A group's scale and zero point are fitted when the sweep reaches the group's first column, or, with an `order`
+    (I,), before the sweep ("static groups"). Where `zeros` (O, I) is True, the result is 0.
     """
     inputs, width = weight.shape[1], grid.width(weight.shape[1])
     columns, parts = weight.T.clone(memory_format=torch.contiguous_format), list[QuantParams]()

@@ -1,4 +1,4 @@
-"""LoRA adapters and their variants for any built model: add, select, merge and remove them.
+"""LoRA adapters and their variants for any existing model: add, select, merge and remove them.
 
 Plain LoRA is in `adapted.py`. This module is registered in the table `CHANGES` in `changes.py`.
 """
@@ -65,7 +65,7 @@ class DoRA(Adapter):
 
     @torch.no_grad()
     def norms(self, base: nn.Module) -> Tensor:
-        """The norm of each row of the updated matrix (O,), without gradient (section 4.3 of the paper).
+        """The norms (O,) of the updated matrix's rows, without gradient (section 4.3 of the paper).
 
         The norms are computed from the factors; the updated matrix is not materialised.
         """
@@ -102,7 +102,7 @@ class PiSSA(Adapter):
     def initialise(self, base: nn.Module, generator: torch.Generator) -> None:
         rank = self.config.rank
         u, s, v = torch.linalg.svd(dense(base).float(), full_matrices=False)
-        root = (s[:rank] / self.config.scale).sqrt()  # scale * B A is the best approximation of this rank
+        root = (s[:rank] / self.config.scale).sqrt()  # scale * B A is the best rank-R approximation of the base
         self.A.copy_(root[:, None] * v[:rank])
         self.B.copy_(u[:, :rank] * root)
         self.A0.copy_(self.A)
@@ -118,7 +118,7 @@ class PiSSA(Adapter):
 
 
 VARIANTS: dict[str, type[Adapter]] = {"dora": DoRA, "pissa": PiSSA}
-"""Adapter classes by name in `options.VARIANTS`; names without a class are options of plain LoRA."""
+"""Maps names of `options.VARIANTS` to adapter classes; the other variants are options of plain LoRA."""
 
 
 def adapter_class(request: Mapping[str, Any]) -> type[Adapter]:
@@ -176,7 +176,7 @@ def check(model: nn.Module, change: Change) -> None:
 
 
 def check_places(model: nn.Module, change: Change) -> list[tuple[str, nn.Module]]:
-    """The places of the change with their modules.
+    """The names of the places of the change, each with the module there.
 
     Raises ValueError for an invalid adapter name, dropout, dtype, rank or alpha.
     """
@@ -374,7 +374,7 @@ def merge(model: nn.Module, adapter: str | None = None, dtype: torch.dtype | Non
 
 
 def _merge_place(outer: Adapted, dtype: torch.dtype | None) -> tuple[float, tuple[float, float], nn.Module]:
-    """Returns (relative rounding error of the merged weight, two dot products, merged module).
+    """Merge one module; returns (its error as in `Merged.errors`, two dot products, merged module).
 
     The dot products are (change, update) and (update, update). The change is the merged weight minus the base
     weight, both rounded; the update is not rounded.

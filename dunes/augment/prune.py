@@ -25,7 +25,7 @@ from dunes.units import plural
 __all__ = ["calibration_tokens"]
 VERSION = 1
 BLOCK = 128
-"""Columns that SparseGPT prunes at once."""
+"""Number of columns in which SparseGPT selects weights together."""
 DAMP = 0.01
 """Damping of the Hessian's diagonal in SparseGPT, as a fraction of the diagonal's mean."""
 HALF = 0.5
@@ -33,7 +33,7 @@ HALF = 0.5
 REFITS = 10
 """Maximum iterations of `refit`."""
 REFIT_TOLERANCE = 1e-4
-"""`refit` stops when the squared gradient has fallen to this fraction of its initial value."""
+"""`refit` stops when the squared norm of the gradient has fallen to this fraction of its initial value."""
 TINY = 1e-30
 
 
@@ -83,7 +83,7 @@ def solve(model: nn.Module, change: Change, ids: Tensor | None) -> Iterator[Part
     """Prune the layers, block by block; the record gets the numbers of weights and of nonzero weights per layer.
 
     A layer with fewer calibration tokens than inputs, such as a rarely used expert, is pruned by magnitude. Its
-    record then has the method "magnitude".
+    entry in the record then has the method "magnitude".
     """
     linears = modules_at(model, change.places)
     places: dict[str, dict[str, Any]] = {}
@@ -137,7 +137,7 @@ def describe(change: Change) -> str:
 
 
 def shape(model: nn.Module, change: Change) -> None:
-    """Make the layers keep their zeros. Raises ValueError, before any change, for unfit places."""
+    """Make the layers keep their zeros. Raises ValueError, before any change, like `mask_linears`."""
     mask_linears(model, change.places)
 
 
@@ -160,7 +160,7 @@ class MaskedLinear(nn.Linear):
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Set the weights that `before_step` remembered to zero again."""
+        """Reset to zero the weights that were zero in `before_step`."""
         if self._zeros is not None:
             self.weight.masked_fill_(self._zeros, 0)
             self._zeros = None
@@ -194,14 +194,14 @@ def _convert_linears(model: nn.Module, places: Collection[str], cls: type[nn.Lin
 
 
 class Pattern(NamedTuple):
-    """An N:M pattern: at most `kept` of every `group` consecutive inputs of an output are nonzero."""
+    """An N:M pattern: at most `kept` of every `group` consecutive weights of a row are nonzero."""
 
     kept: int
     group: int
 
 
 class Sparsity(NamedTuple):
-    """The fraction of weights to set to zero, and the N:M pattern, or None for unstructured pruning."""
+    """The fraction of weights to set to zero, and the N:M pattern; `pattern` is None for unstructured pruning."""
 
     fraction: float
     pattern: Pattern | None = None
@@ -228,7 +228,7 @@ class Sparsity(NamedTuple):
     def choose(self, scores: Tensor) -> Tensor:
         """Bool mask of the weights to prune: the weights with the lowest scores (columns, O).
 
-        With a pattern, `columns` is one group, and the lowest scores of each output are pruned.
+        With a pattern, the columns are those of one group, and the lowest scores of each output are chosen.
         """
         if self.pattern is None:
             return smallest(scores, self.fraction)
@@ -251,7 +251,7 @@ class Sparsity(NamedTuple):
 def prune_columns(
     weight: Tensor, h: Hessian, sparsity: Sparsity, block: int = BLOCK, zeros: Tensor | None = None
 ) -> Tensor:
-    """Prune a weight (O, I) by SparseGPT, in blocks of `block` columns; returns it in float32.
+    """Prune a weight (O, I) by SparseGPT, in blocks of `block` columns; returns the pruned weight in float32.
 
     In each block, the weights with the lowest error are pruned. The error is w² divided by the squared diagonal of
     the Cholesky factor; the square roots are compared, since squares may underflow. With a pattern, weights are
@@ -285,8 +285,8 @@ def refit(pruned: Tensor, weight: Tensor, h: Hessian) -> Tensor:
 
     SparseGPT's sweep compensates a zero only in later columns; this function changes earlier columns, too.
     Conjugate gradients, preconditioned by the diagonal, solve the least-squares problems of all rows at once. A
-    row is returned unchanged unless refitting reduces the row's error by a finite amount. This error is measured
-    with the Hessian without damping.
+    row changes only if the computed reduction of its error is positive and finite. This error is measured with the
+    Hessian without damping.
     """
     fitted, nonzero, diagonal = pruned, pruned != 0, h.matrix.diagonal()
     missing = weight.float() - pruned

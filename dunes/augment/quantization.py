@@ -37,7 +37,7 @@ def dequantize(model: nn.Module) -> list[str]:
 Solver = Callable[..., Iterator[tuple[dict[str, QuantParams], list[str]]]]
 BITS = {"int8": 8, "int4": 4, "int3": 3}
 SOLVERS: dict[str, Solver] = {"gptq": gptq.solve}
-"""Maps each method but rounding to a function like `gptq.solve`; `ids` is None for a method that reads no text."""
+"""Maps each method except rtn to a function with the parameters of `gptq.solve`; `ids` is None without text."""
 METHODS = dict.fromkeys(BITS, (RTN, *SOLVERS)) | {"nf4": (RTN,)}
 BY_GROUP = ("int4", "int3")
 GROUP = 64
@@ -98,7 +98,7 @@ def _override(text: str) -> tuple[str, str]:
 
 
 def _request(options: Quantize, kinds: Collection[str], method: str) -> dict[str, Any]:
-    """The settings that apply to these kinds and this method. Raises ValueError if others are set."""
+    """The settings that apply to these kinds and this method. Raises ValueError if any other is set."""
     request: dict[str, Any] = {"kind": options.kind, "double": options.double}
     by_group = {*BY_GROUP} & {*kinds}
     unused = {
@@ -124,8 +124,8 @@ def _dense_layers(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The linear layers to quantize, and their kinds, both keyed by layer name.
 
-    Wildcards skip layers that are already quantized. Raises ValueError for the exact name of a quantized layer, if
-    only quantized layers are selected, and for a glob that selects nothing.
+    Wildcards skip layers that are already quantized. Raises ValueError if a quantized layer is selected by its
+    exact name, if only quantized layers are selected, or if a glob selects nothing.
     """
     rules: list[tuple[list[str], str]] = [(globs, kind), *(([glob], other) for glob, other in overrides)]
     tied = getattr(model, "head", True) is None
@@ -223,7 +223,7 @@ def _require_finite(model: nn.Module, change: Change) -> None:
 def fill(
     model: nn.Module, change: Change, weights: MutableMapping[str, Tensor], solved: Mapping[str, QuantParams]
 ) -> None:
-    """Quantize the weights, with the scales and zero points in `solved` for the layers that it names.
+    """Quantize the weights; `solved` maps layers to scales and zero points, which are fitted for the other layers.
 
     Each weight is removed from `weights` before it is quantized.
     """

@@ -29,7 +29,7 @@ BLOCK = 64
 OUTER = 256
 """Number of blocks whose scales share one second-level scale in double quantization."""
 PAIR_OFFSET = 128
-"""Offset of the codes that `_pairs` returns: the last bits of 128 in bfloat16 are zero, to be set to a code."""
+"""Offset of the codes that `_pairs` returns: the last four bits of 128 in bfloat16 are zero, free for a code."""
 DENSE_ROWS = 128  # fit the CPU's cache
 
 
@@ -61,7 +61,7 @@ class Grid:
     symmetric: bool = False
 
     def __repr__(self) -> str:
-        """Structure digests in saved folders include this text, so it must not change."""
+        """The repr stays the same in all versions, since structure digests in saved folders include it."""
         settings = f"bits={self.bits}, group={self.group}, symmetric={self.symmetric}, real_zero=False"
         return f"Grid({settings})"
 
@@ -139,7 +139,7 @@ class Quantized(nn.Module, ABC):
 
     makes_dense = True  # `dense` returns a new matrix without gradient
     supports_packing = True
-    mutable_buffers = ()  # training changes no code and no scale
+    mutable_buffers = ()  # training changes neither codes nor scales
 
     def __init__(self, base: nn.Linear, **buffers: tuple[Sequence[int], torch.dtype] | None) -> None:
         """`buffers` maps each buffer's name to (shape, dtype), or to None if this layer lacks the buffer."""
@@ -208,7 +208,7 @@ def nibbles(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
 
 
 def contiguous(*tensors: Tensor) -> Sequence[Tensor]:
-    """Copies of the tensors in one contiguous buffer, so that compiled code reads them in vectors."""
+    """Copies of the tensors in one contiguous buffer, so that compiled code uses vector loads."""
     return torch.cat([t[None] for t in tensors]).unbind(0)
 
 
@@ -301,7 +301,7 @@ class NF4(Quantized):
         levels = codebook(self.codes.device)
         if torch.compiler.is_compiling():
             return levels[torch.stack([self.codes >> 4, self.codes & 15], 1).flatten().int()]
-        # Looking up two levels at once, as one number of 8 bytes, takes a third of the time.
+        # Looking up two levels at once, as one number of 8 bytes, takes a third of the time of two look-ups.
         pairs = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], 1).view(torch.int64)[:, 0]
         return pairs.index_select(0, self.codes.int()).view(torch.float32)
 
@@ -338,7 +338,7 @@ def _level(codes: Tensor) -> Tensor:
 
 
 def codebook(device: torch.device | str = "cpu") -> Tensor:
-    """NF4's levels (16,) float32. They are not cached: a tensor made under a fake tensor mode would lack data."""
+    """NF4's levels (16,) float32. The tensor is not cached: made under a fake tensor mode, it would lack data."""
     if torch.compiler.is_exporting():  # native code cannot read an exported graph's constants
         return torch.cat([torch.full((1,), level, device=device) for level in LEVELS])
     return torch.tensor(LEVELS, device=device)
@@ -380,8 +380,8 @@ class _Cached(NamedTuple):
 
 
 PACKED: MutableMapping[Tensor, _Cached] = WeakTensorKeyDictionary()
-"""Cache of matrices in the kernel's layout. The keys are weak references to tensors of codes, so an entry is freed
-together with its codes. The cache is neither copied nor saved with a model."""
+"""Cache of matrices in the layout of the kernel `int4_linear`. The keys are weak references to tensors of codes,
+so an entry is freed together with its codes. The cache is neither copied nor saved with a model."""
 
 
 class GroupInt(Quantized):
@@ -428,7 +428,7 @@ class GroupInt(Quantized):
     def _packed(self) -> int_linear.PackedInt4:
         """The matrix in the layout of the kernel `int4_linear`, cached as long as the codes exist.
 
-        The packed matrix takes as much memory as the codes, in addition to them.
+        The codes stay in memory, too; the packed matrix adds 4 bits per weight.
         """
         parts = [t for t in (self.codes, self.scale, self.zero) if t is not None]
         state = [(id(t), t._version) for t in parts]
@@ -473,7 +473,7 @@ class GroupInt(Quantized):
         if self.grid.bits == 3:
             middle = 4 if self.zero is None else 0  # moves the middle code from 4 (3 bits) to 8 (4 bits)
             layer.codes = pack(unpack(self.codes, 3, self.in_features) + middle, 4)
-        if self.zero is not None:  # unpacking takes a tenth of a product's time
+        if self.zero is not None:  # unpacking in each forward would take a tenth of a product's time
             layer.zero = unpack(self.zero, self.grid.bits, len(self.scale[0]))
         return layer.train(self.training)
 

@@ -47,7 +47,7 @@ def decide(model: nn.Module, options: Routing) -> Change:
 
 
 def shape(model: nn.Module, change: Change) -> None:
-    """Add shared experts and buffers to the mixtures."""
+    """Add the requested shared experts, selection bias and z-loss to the mixtures."""
     for name, decided in change.places.items():
         moe = _mixture(model, name)
         shared = [deepcopy(moe.experts[0]) for _ in decided["shared"]]

@@ -174,7 +174,7 @@ def new_mixture(
 
 
 def dense_mlps(model: nn.Module, places: Mapping[str, Any], weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The original MLPs of the mixtures at `places`, by name, with their tensors from `weights`."""
+    """The MLPs that the mixtures at `places` replaced, by name; their tensors come from `weights`."""
     paths, mlps = {id(module): f"{path}." for path, module in model.named_modules()}, {}
     for place, moe in modules_at(model, places).items():
         prefix = paths[id(moe)]

@@ -103,7 +103,7 @@ def _augment(name: str, model: str, out: Path, options: Options, settings: dict[
 
 
 def _undo(name: str, model: str, out: Path, options: Options, settings: dict[str, Any]) -> None:
-    """Undo the last change, write `out`, and print a report. Raises ValueError if other options are set."""
+    """Undo the last change, write `out`, and print a report. Raises ValueError if any option but --undo is set."""
     from dunes import checkpoint
     from dunes.runs.augment import undo_folder
 

@@ -14,7 +14,7 @@ TRUST = {
     "trust_code": "Import the functions listed in a model's card; this runs code from outside this package.",
     "trust_sources": "Read the training text listed in a model's card, even if this user did not train on it.",
 }
-"""Options of every command that opens a model folder."""
+"""Additional options of every command that opens a model folder, with their help texts."""
 GIVEN: ContextVar[Collection[str]] = ContextVar("GIVEN", default=())
 """Names of the options on the command line, including options set to their defaults."""
 
@@ -35,13 +35,13 @@ class LateCommand:
 
 def run(program: str, about: str, commands: Mapping[str, Callable[..., Any]], arguments: Sequence[str]) -> int:
     """Parse the arguments and call the chosen command; returns its exit status."""
-    import tyro  # imported late: an interrupt before `exit_with` would print a traceback
+    import tyro  # imported late, since an interrupt before `exit_with` would print a traceback
 
     GIVEN.set({word.partition("=")[0][2:].replace("-", "_") for word in arguments if word.startswith("--")})
     verb = arguments[0] if arguments and arguments[0] in commands else None
     choices = []
     for name, command in commands.items():
-        summary = None if verb in (None, name) else "-"  # the docstring would import the command
+        summary = None if verb in (None, name) else "-"  # reading the docstring would import the command
         choices.append(Annotated[Any, tyro.conf.subcommand(name, description=summary, constructor=command)])
     config, form = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes), cast(Any, reduce(or_, choices))
     status = tyro.cli(form, args=arguments, prog=program, description=about, config=config)

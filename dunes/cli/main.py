@@ -55,7 +55,7 @@ def _load(verb: str) -> Callable[..., Any]:
 
 
 def _begin_rank(verb: str) -> None:
-    """Prepare a process of torchrun. Raises ValueError for verbs that run in a single process."""
+    """Prepare a process that torchrun has started. Raises ValueError for verbs that run in a single process."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # so that torchrun can end a waiting rank
     if os.environ.get("RANK") not in (None, "0"):  # only rank 0 reports errors of the command line
         sys.stderr = errors = StringIO()  # `ranks.process_group` restores stderr

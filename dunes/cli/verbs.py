@@ -59,7 +59,7 @@ def generate(
 ) -> int:
     """Generate text, and print it while it is generated.
 
-    At the end, prints the rates of prefill (up to the first token) and decoding to standard error.
+    At the end, prints the speeds of prefill (up to the first token) and of decoding to standard error.
 
     Example: dunes generate runs/project "def main("
 
@@ -143,7 +143,7 @@ def chat(
 
 
 def _cache_format(bits: str | None) -> "CacheFormat | None":
-    """The format of a quantized KV cache, or None; prints to standard error that decoding is not compiled."""
+    """The format of a KV cache of `bits`, or None. With `bits`, prints a note that decoding is not compiled."""
     if bits is None:
         return None
     from dunes.parts import CacheFormat
@@ -182,8 +182,8 @@ def compile_(
     Example: dunes compile ~/models/mistral
 
     Args:
-        dtype: Dtype of the weights; computation is in float32. By default, float32 weights are rounded to the
-            faster of bfloat16 and float16 that generates the same text.
+        dtype: Dtype of the weights; computation is in float32. By default, float32 weights are rounded to bfloat16
+            or float16: the faster of those that generate the same text.
     """
     import torch
 
@@ -263,7 +263,7 @@ def evaluate(
     out: Annotated[Path | None, flag("FILE", "none")] = None,
     any_base: AnyBase = False,
 ) -> None:
-    """Evaluate on text (loss in nats/token, perplexity, bits/byte), on tasks of lm-eval, or on lines.
+    """Evaluate on text (loss in nats/token, perplexity, bits/byte), on tasks of lm-eval, or on line completion.
 
     Example: dunes eval runs/project ~/code/other
 

@@ -79,7 +79,7 @@ def folder_lock(folder: Path, wait: bool = True) -> Iterator[None]:
             yield
         finally:
             locked.discard(key)
-            fcntl.flock(handle, fcntl.LOCK_UN)  # a process forked meanwhile would keep the lock
+            fcntl.flock(handle, fcntl.LOCK_UN)  # otherwise a process forked meanwhile would keep the lock
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Read and write JSON objects and JSON lines. Files may be untrusted, so sizes and error messages are limited."""
+"""Read and write JSON objects and JSON lines. Files may be untrusted, so sizes and messages are limited."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def read_if_present(path: Path) -> dict[str, Any]:
 
 
 def parse(text: bytes, path: Path) -> dict[str, Any]:
-    """The object in the bytes of a JSON file; `path` is for error messages. Raises ValueError like `read`."""
+    """Parse a JSON file's bytes into an object; `path` is for error messages. Raises ValueError like `read`."""
     if (items := sum(map(text.count, (b",", b"[", b"{")))) > MAX_ITEMS:
         raise ValueError(f"{path}: {items:,} commas and brackets; a JSON file has at most {MAX_ITEMS:,}")
     try:
@@ -104,7 +104,7 @@ def parse_line(text: bytes) -> dict[str, Any] | None:
 def read_records(
     path: Path, expected: str, fits: Callable[[dict[str, Any]], bool] = bool, warn: Line | None = None
 ) -> list[dict[str, Any]]:
-    """The objects in a file of JSON lines for which `fits` is True; empty if the file does not exist.
+    """The objects for which `fits` is True in a file of JSON lines; empty if the file does not exist.
 
     Other lines are skipped; `warn` (by default `print_warning`) is called with a message about skipped lines.
     """

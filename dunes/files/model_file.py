@@ -57,8 +57,8 @@ def require_inside(folder: Path, path: Path, index: str = "") -> Path:
     """Return the path unchanged if it is a regular file below the folder and completely downloaded.
 
     The file may be a link within its own folder. In the Hub's cache, the file may also be a link into the folder
-    `blobs` beside all snapshots. Raises ValueError for any other path, such as a link to another folder. For a
-    missing file, the error says that the file `index` lists it.
+    `blobs` beside all snapshots. Raises ValueError for any other path, such as a link to another folder. `index`
+    is the name of the file that lists this file, for the error message if this file is missing.
     """
     try:
         real, home = path.resolve(), folder.resolve()
@@ -89,7 +89,7 @@ def listed_file(folder: Path, name: str, index: Path) -> Path:
 def read_file(path: Path, most: int) -> bytes:
     """The bytes of a file of at most `most` bytes.
 
-    Raises ValueError for a larger file, and in the cases of `require_inside` and `require_content`.
+    Raises ValueError for a larger file, and like `require_inside` and `require_content`.
     """
     with open_file(require_inside(path.parent, path)) as file:
         if (size := os.fstat(file.fileno()).st_size) > most:
@@ -112,7 +112,7 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def require_content(path: Path, file: BinaryIO) -> None:
-    """Raise ValueError if the file begins like a placeholder, a web page or an unfinished download.
+    """Raise ValueError if the file is empty, or begins like a placeholder, a web page or an unfinished download.
 
     The reader of the file's format checks the rest.
     """

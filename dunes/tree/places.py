@@ -1,9 +1,10 @@
 """Find, replace, insert, remove, freeze, move and count the modules of any `nn.Module`.
 
-A *place* is a module's dotted name without wrappers. A wrapper is a module with a child `.base` (such as LoRA), or
-the result of `torch.compile`. So `blocks.3.attn.q` is the same place with and without a wrapper. A module used at
-several places has several names. Places are selected by globs, since globs can be saved to a file, unlike
-functions. `*` matches within one segment, `**` across segments, `!` excludes, and the last matching glob decides.
+A *place* is a module's dotted name without the names that wrappers add. A wrapper is a module with a child `.base`
+(such as LoRA), or the result of `torch.compile`. So `blocks.3.attn.q` is the same place with and without a
+wrapper. A module used at several places has several names. Places are selected by globs, since globs can be saved
+to a file, unlike functions. `*` matches within one segment, `**` across segments, `!` excludes, and the last
+matching glob decides.
 """
 
 import re
@@ -24,7 +25,7 @@ COMPILED = "_orig_mod"
 
 
 class Place(NamedTuple):
-    """A module in a network: `module` is `parent.key`, and `name` is its dotted name without wrappers."""
+    """A module in a network: the child `key` of `parent`. `name` is its dotted name without wrappers."""
 
     name: str
     module: nn.Module
@@ -48,7 +49,7 @@ def is_dense(module: object) -> TypeGuard[nn.Linear]:
 
 
 def linears(module: nn.Module) -> Iterator[nn.Module]:
-    """The linear layers in a module, with their wrappers. A base with child modules does not count."""
+    """The linear layers in a module, with wrappers. Layers whose innermost module has children do not count."""
     if linear(module) and not any(True for _ in innermost(module).children()):
         yield module
     else:
@@ -78,7 +79,7 @@ def _pattern(glob: str) -> re.Pattern[str]:
 
 
 def places(model: nn.Module, prefix: str = "") -> Iterator[Place]:
-    """All places below `model`, parents before children; a wrapped place has the outermost wrapper as `module`."""
+    """All places below `model`, parents first. For a wrapped module, `module` is the outermost wrapper."""
     model = uncompiled(model)
     for key, module in model._modules.items():  # named_children omits repeated modules
         if module is not None:
@@ -129,8 +130,8 @@ def replace(
 ) -> list[str]:
     """Replace each selected `module` by `make(module)`, and return the names of the places.
 
-    In a wrapped place, `reach` selects the module to replace: the outermost wrapper ("outer"), or the innermost
-    base, which has the weights ("inner"). A module at several selected places is replaced by one module. Raises
+    If a module is wrapped, `reach` selects what to replace: "outer" is the outermost wrapper, and "inner" is the
+    innermost base, which has the weights. For a module at several selected places, `make` is called once. Raises
     ValueError if nothing is selected, and for parts of a ScriptModule.
     """
     targets = find(model, where)
@@ -198,7 +199,7 @@ def freeze(model: nn.Module, where: Where = "**") -> list[str]:
 
 
 def count(model: nn.Module, trainable: bool = False) -> int:
-    """Number of parameters, or with `trainable` of trainable parameters; a shared parameter counts once.
+    """Number of parameters, or only of the trainable ones with `trainable`; a shared parameter counts once.
 
     Without `trainable`, quantized weights count, too. Raises ValueError for parameters without a shape yet.
     """

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Layer:
-    """Figures of a module including its submodules; `name` is the module's dotted name, "" for the network.
+    """Counts and sizes of a module including its submodules; `name` is the module's dotted name, "" for the
+    network.
 
     `bytes` is the size of parameters and buffers. `flops` counts matrix products and convolutions in a forward
     pass; `kept` is the number of bytes saved for backward, including the output. Without an example, `calls`,
@@ -49,10 +50,10 @@ class Layer:
 def layers(model: nn.Module, *example: Any, **keywords: Any) -> list[Layer]:
     """A `Layer` for each module, parents first; shapes, FLOPs and memory are from `model(*example, **keywords)`.
 
-    The example runs in evaluation mode on a copy of the network with fake tensors, and takes no time or memory. If
-    the network cannot be copied, or if shapes depend on values, the network itself runs once. FLOPs are counted
-    by FlopCounterMode, which ignores matrix products in quantized layers and packed experts. Raises ValueError,
-    naming the place, for an example that does not fit, and for parameters without a shape yet.
+    The example runs in evaluation mode on a copy of the network with fake tensors, which have shapes but no
+    values. If the network cannot be copied, or if shapes depend on values, the network itself runs once. FLOPs are
+    counted by FlopCounterMode, which ignores matrix products in quantized layers and packed experts. Raises
+    ValueError with the name of the place if the example does not fit, and for parameters without a shape yet.
     """
     model = uncompiled(model)
     require_shapes(model)

@@ -25,17 +25,18 @@ from dunes.tree.places import Where, find
 Forward = Callable[[str, Any], object]
 """A function that is called with the name of a module and the module's output."""
 Backward = Callable[[str, str, Tensor], object]
-"""A function of a module's name, the path of a tensor in the output ("" for a plain tensor), and its gradient."""
+"""A function that is called with a module's name, the path of a tensor in the output, and the tensor's gradient.
+The path is "" for a plain tensor."""
 
 
 @contextmanager
 def hooks(
     model: nn.Module, where: Where = "**", forward: Forward | None = None, backward: Backward | None = None
 ) -> Iterator[None]:
-    """Call `forward` with each output of the selected modules, and `backward` with each gradient of an output.
+    """Call `forward` with each output of the selected modules, and `backward` with the gradient of each output.
 
-    The recomputation of a checkpointed module in backward does not count as a call. All hooks on modules and
-    tensors are removed afterwards, even if the body raises. Compiled modules run uncompiled in the context.
+    The recomputation of a checkpointed module in backward does not count as a call. The added hooks are removed
+    from modules and tensors afterwards, even if the body raises. Compiled modules run uncompiled in the context.
     Raises ValueError if nothing is selected, and for parts of a ScriptModule, which call no hooks.
     """
     active, handles = True, list[RemovableHandle]()
@@ -146,10 +147,10 @@ class ModuleStatistics:
 def statistics(model: nn.Module, where: Where = "**") -> Iterator[dict[str, ModuleStatistics]]:
     """Collect statistics of outputs and gradients: `with statistics(model) as of: loss(model(x)).backward()`.
 
-    Read a figure with `of["fc1"].gradient.std`. A module with several outputs has an entry for each output, such
-    as `lstm[0]`. A module at several places is listed under its first place. Modules that were not called are
-    added at the end. Memory does not grow with the number of calls. Each call synchronizes with the device. Raises
-    ValueError like `hooks`.
+    For example, `of["fc1"].gradient.std` is the standard deviation of the loss's gradient with respect to the
+    output of `fc1`. A module with several outputs has an entry for each output, such as `lstm[0]`. A module at
+    several places is listed under its first place. Modules that were not called are added at the end. Memory does
+    not grow with the number of calls. Each call synchronizes with the device. Raises ValueError like `hooks`.
     """
     first: dict[int, str] = {}
     for place in find(model, where):
