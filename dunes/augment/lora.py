@@ -154,7 +154,7 @@ def _select(model: nn.Module, where: Sequence[str]) -> list[tree.Place]:
     selected = [
         p for p in tree.places(model) if p.name in named or (tree.linear(p.module) and tree.matches(where, p.name))
     ]
-    return selected or tree.find(model, where, tree.linear)  # raises ValueError that lists the model's places
+    return selected or tree.find(model, where, tree.linear)  # raises ValueError that lists the linear layers
 
 
 def check(model: nn.Module, change: Change) -> None:

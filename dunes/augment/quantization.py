@@ -223,7 +223,8 @@ def _require_finite(model: nn.Module, change: Change) -> None:
 def fill(
     model: nn.Module, change: Change, weights: MutableMapping[str, Tensor], solved: Mapping[str, QuantParams]
 ) -> None:
-    """Quantize the weights; `solved` maps layers to scales and zero points, which are fitted for the other layers.
+    """Quantize the weights. `solved` maps layers to scales and zero points; for any other layer, they are fitted
+    to its weight.
 
     Each weight is removed from `weights` before it is quantized.
     """

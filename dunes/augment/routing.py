@@ -21,7 +21,8 @@ def is_mixture(module: nn.Module) -> bool:
 
 
 def decide(model: nn.Module, options: Routing) -> Change:
-    """The record of the change: `MoE.extend` is called with these options for each mixture that `where` selects.
+    """The record of a change for which `shape` calls `MoE.extend` with these options, for each mixture that
+    `where` selects.
 
     Raises ValueError if `where` selects no mixture, if an option is below 0, or if all options are 0. With
     `bias_rate`, raises ValueError if a mixture already trains a selection bias. With `shared`, raises ValueError

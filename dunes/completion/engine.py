@@ -74,9 +74,9 @@ class CompletionEngine:
     """Completes lines with a model and by copying from the file, from open files, and from an index.
 
     `gate` mixes model and copies; without a gate, only the model is used. `header` is True if each file's path
-    preceded its text in training. `find_step()` returns a compiled step or None. A prompt has at most
-    `prompt_tokens` tokens, by default `choose_budget(loaded.model)`. Raises ValueError for a model without a
-    tokenizer.
+    preceded its text in training. `find_step()` returns the compiled decoding of the model (`CompiledStep`), or
+    None if there is none. A prompt has at most `prompt_tokens` tokens, by default `choose_budget(loaded.model)`.
+    Raises ValueError for a model without a tokenizer.
     """
 
     def __init__(

@@ -48,7 +48,8 @@ class IndexedFile:
 
 @dataclass(frozen=True, eq=False)
 class TextIndex:
-    """Files as ids (`ids`) and as bytes (`text`), with a context index for each."""
+    """The texts of files as bytes (`text`), and two context indexes: `ids` of the token ids, `contexts` of the
+    bytes."""
 
     files: Sequence[IndexedFile]
     ids: ContextIndex

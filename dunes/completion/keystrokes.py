@@ -236,8 +236,8 @@ def _cut_point(text: str, line: Line, column: int, kind: Literal["character", "l
 
 
 def _inside_brackets(text: str, cut: CutPoint) -> CutPoint | None:
-    """The cursor with closing brackets inserted behind it; None unless the line later closes its innermost open
-    bracket."""
+    """The cursor as in an editor that has closed all open brackets: the closing brackets follow the cursor, and
+    the rest ends before the innermost one. None if the rest of the line does not close this bracket."""
     typed = split_lines(text[: cut.offset])[-1]
     behind, (_, place) = unmatched(typed)[0], unmatched(cut.rest)
     if not behind or not place or cut.rest[place] != behind[0] or not cut.rest[:place].strip():

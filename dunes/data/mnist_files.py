@@ -75,7 +75,10 @@ def read_digits(folder: str | Path, split: str = "train") -> Digits:
 
 
 def read_idx(path: Path) -> Tensor:
-    """The unsigned bytes of an IDX file, gzipped if its name ends in .gz. Raises ValueError for any other file."""
+    """The unsigned bytes in an IDX file, which is decompressed if its name ends in .gz.
+
+    Raises ValueError for any other file.
+    """
     try:
         with open_plain(path) as file:
             stream = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file

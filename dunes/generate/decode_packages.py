@@ -164,10 +164,10 @@ def compile_step(
     By default, `dtype` is the dtype recorded for these weights. Without a record, float32 matrices are rounded to
     bfloat16 or float16, whichever is faster, provided that greedy decoding gives the same ids. The chosen dtype is
     recorded. Steps for FEW tokens, for the start of a text and for several rows are added if the model supports
-    them. If many large blocks have the same form, only one block per form and the head are compiled, both for one
-    token and for FEW tokens. With `whole`, the complete model is compiled, so that the files run without the
-    model's modules. Raises ValueError with the reason if the step cannot be exported or compiled, if it does not
-    support the dtype, or if no C++ compiler exists.
+    them. If many large blocks have the same structure, only the head and one block of each structure are compiled,
+    for one token and for FEW tokens. With `whole`, the complete model is compiled, so that the files run without
+    the model's modules. Raises ValueError with the reason if the step cannot be exported or compiled, if it does
+    not support the dtype, or if no C++ compiler exists.
     """
     check_step(model, dtype)
     folder = _folder(model)

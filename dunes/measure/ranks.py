@@ -238,7 +238,7 @@ def fake_ranks(number: int) -> Iterator[None]:
     group, mesh, dist.GroupMember.WORLD = dist.GroupMember.WORLD, _mesh, None
     try:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
-        # DTensor caches by mesh, so without a unique name this mesh would replace the mesh of the real ranks.
+        # DTensor caches results by mesh. A unique name keeps this mesh apart from the mesh of the real ranks.
         _mesh = init_device_mesh(machine.device().type, (number,), mesh_dim_names=(token_hex(8),))
         yield
     finally:

@@ -20,7 +20,8 @@ TANH_GELU_NAMES = ("gelu_fast", "gelu_new", "gelu_pytorch_tanh")
 
 @dataclass(frozen=True, kw_only=True)
 class Config(stablelm.Config):
-    """StableLM's config. With `attention_bias`, `out` has a bias, too; `parallel` is an argument of `Block`.
+    """StableLM's config. With `attention_bias`, the attention's output projection has a bias, as q, k and v have.
+    `parallel` is passed to `Block`.
 
     With `tanh_gelu`, the MLP uses the tanh approximation of GELU, otherwise the exact GELU.
     """

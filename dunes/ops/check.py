@@ -1,9 +1,9 @@
 """Checks that compare an operation with its reference: dtypes, gradients, layouts, sizes and compilation.
 
 A case in which the reference raises an error is skipped. All errors are relative to the reference in float64 (in
-float32 on Apple's GPU, which has no float64). The operation's error may be as large as a few rounding errors, or a
-few times the error of the reference in the operation's dtype, at these inputs or at slightly changed ones. Every
-call starts with the same seed.
+float32 on Apple's GPU, which has no float64). A few rounding errors are allowed, and so are a few times the error
+that the reference has in the operation's dtype. The reference's error is the larger of two: at these inputs, and
+at slightly changed inputs. Every call starts with the same seed.
 """
 
 import math

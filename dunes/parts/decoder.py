@@ -423,8 +423,8 @@ def _flatten_documents(ids: Tensor, targets: Tensor, positions: Tensor) -> tuple
 
 
 def _target_index(targets: Tensor) -> Tensor:
-    """Indices of the targets (N,) that are not IGNORE, then indices of IGNORE targets up to a multiple of
-    PAD_MULTIPLE."""
+    """Indices of the targets (N,) that are not IGNORE, followed by indices of IGNORE targets, so that the number
+    of indices is a multiple of PAD_MULTIPLE if possible."""
     has_target = targets != IGNORE
     count = int(has_target.sum())
     return torch.sort(~has_target, stable=True).indices[: count + -count % PAD_MULTIPLE]

@@ -35,10 +35,10 @@ SMALLEST = 2.0**-24
 class CacheFormat:
     """The settings of a quantized cache. Raises ValueError for an unsupported number of bits.
 
-    A quantization grid has 2 ** bits values: minimum + code * scale, with minimum and scale in float16. Keys have
-    one grid for each channel of `group` tokens. Values have one grid for each `group` channels of a token (for
-    each head of a token if `group` does not divide head_dim). The last `residual` tokens are read in full
-    precision.
+    A quantization grid has 2 ** bits values: minimum + code * scale, with minimum and scale in float16. In keys,
+    each channel has one grid per `group` consecutive tokens. In values, each token has one grid per `group`
+    channels (for each head of a token if `group` does not divide head_dim). The last `residual` tokens are read in
+    full precision.
     """
 
     bits: int

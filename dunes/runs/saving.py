@@ -29,7 +29,7 @@ from dunes.text import Tokenizer
 from dunes.train import Record
 
 METRICS = "metrics.jsonl"
-"""File in a run's folder with a JSON record for each step and each change of the run."""
+"""File in a run's folder with a JSON record for each step, each validation and each changed option."""
 FORMAT = 3
 """Format version of plan.json."""
 STATE_FIELDS = ("elapsed", "begin", "best_step", "best_weights", "checks_since_best", "compiled")

@@ -145,7 +145,8 @@ Answers = Mapping[int, Answer]
 class Asked:
     """The requests in a body: one text request for each choice of the reply, or one line request for all choices
     of a prompt. Each prompt has `count` choices. The reply's id starts with `prefix`. `streams` is the default of
-    the field `stream`. `files` are indexed before the requests. Raises Refused for too many requests."""
+    the field `stream`. `files` are indexed before the requests. Raises Refused if one body asks for too many
+    choices."""
 
     def __init__(
         self, fields: Fields, requests: Sequence[Request], prefix: str = "", count: int = 1, streams: bool = False

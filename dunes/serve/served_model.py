@@ -103,7 +103,7 @@ class LoadedFolder:
         self.name_in_sources = lru_cache(PATHS)(lambda path: name_in_sources(Path(path), folder))
 
     def use(self, files: Any, texts: Mapping[str, str | None]) -> None:
-        """Complete lines with these texts of files from now on; `files` is the result of the completer's
+        """From now on, `texts` are the current texts of these files; `files` is the result of the completer's
         `with_texts(texts)`."""
         self.completer.use(files)
         self.files.update(texts)

@@ -53,7 +53,8 @@ def layers(model: nn.Module, *example: Any, **keywords: Any) -> list[Layer]:
     The example runs in evaluation mode on a copy of the network with fake tensors, which have shapes but no
     values. If the network cannot be copied, or if shapes depend on values, the network itself runs once. FLOPs are
     counted by FlopCounterMode, which ignores matrix products in quantized layers and packed experts. Raises
-    ValueError with the name of the place if the example does not fit, and for parameters without a shape yet.
+    ValueError if the forward fails on the example, with the name of the innermost running module. Also raises
+    ValueError for lazy parameters, which have no shape yet.
     """
     model = uncompiled(model)
     require_shapes(model)

@@ -54,7 +54,7 @@ PREFIX = "base_model.model."
 PARAMETERS = {name: spec for cls in lora.VARIANTS.values() for name, spec in cls.PARAMETERS.items()}
 """Tensors of all LoRA variants by name: the dimensions, such as (R, I), and the name in PEFT's files."""
 SETTINGS = {cls.PEFT_SETTING: name for name, cls in lora.VARIANTS.items() if cls.PEFT_SETTING}
-"""The LoRA variant that a setting of PEFT's adapter_config.json selects, by the setting's name."""
+"""Maps settings of PEFT's adapter_config.json, such as `use_dora`, to LoRA variants."""
 
 
 @dataclass(frozen=True)

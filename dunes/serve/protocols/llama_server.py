@@ -196,8 +196,8 @@ def slots(models: Named) -> list[dict[str, Any]]:
 
 
 def _vim(data: bytes) -> str:
-    # llama.vim caches every reply that has `"content":"` on one line, even if the text is empty. So a
-    # reply without a suggestion has no `content`.
+    # llama.vim caches every reply of one line that contains `"content":"`, even if the text is empty. So a reply
+    # without a suggestion has no `content`.
     if b"content" not in data and isinstance(json.loads(data), dict):
         return ""
     if not re.search(rb'"content"\s*:"', data) or b"\n" in data.strip():
