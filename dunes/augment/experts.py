@@ -153,8 +153,8 @@ def _experts(moe: Any, change: Change, place: str) -> list[tuple[Any, float, Ten
 def undo(model: nn.Module, change: Change) -> None:
     """Join the experts into dense MLPs, which equal the original MLPs bit for bit if the experts were not trained.
 
-    Raises ValueError if a neuron may be in several experts or in none. Also raises ValueError if the factor of the
-    outputs is no power of two, since multiplying by it rounded the weights.
+    Raises ValueError if a neuron may be in several experts or in none. Also raises ValueError unless the factor by
+    which the split multiplied the outputs is a power of two, since any other factor has rounded the weights.
     """
     if not is_partition(change):
         raise ValueError("split by importance without shared experts: some neurons are in several experts or none")

@@ -285,8 +285,8 @@ def refit(pruned: Tensor, weight: Tensor, h: Hessian) -> Tensor:
 
     SparseGPT's sweep compensates a zero only in later columns; this function changes earlier columns, too.
     Conjugate gradients, preconditioned by the diagonal, solve the least-squares problems of all rows at once. A
-    row changes only if the computed reduction of its error is positive and finite. This error is measured with the
-    Hessian without damping.
+    row changes only if this reduces its error by a finite amount. This error is measured with the Hessian without
+    damping.
     """
     fitted, nonzero, diagonal = pruned, pruned != 0, h.matrix.diagonal()
     missing = weight.float() - pruned

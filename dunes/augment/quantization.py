@@ -46,7 +46,7 @@ DENSE = "dense"
 
 
 def decide(model: nn.Module, options: Quantize, ids: Tensor | None = None) -> Change:
-    """The record of the change: every setting, the places, and the kind and dtype of each place.
+    """The record of a quantization: every setting, and the kind and dtype of each quantized layer.
 
     gptq needs calibration text `ids` (S, T) int64. The default method is gptq with calibration text, and rtn
     without it. int4 and int3 have zero points unless `symmetric`. Of several overrides that match a place, the

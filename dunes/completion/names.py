@@ -82,8 +82,8 @@ class Place:
         return [best, *(other for other in others if other.text != best.text)]
 
     def go_on(self, text: str, word: float) -> Suggestion:
-        """Suggest `text`, followed by its continuation if the continuation starts a new word. `word` is the
-        probability that the suggestion's first word is right."""
+        """Suggest `text` and the line's next words; if these would extend the last word of `text`, suggest `text`
+        alone. `word` is the probability that the suggestion's first word is right."""
         more, *_ = self.suggest(text)
         if re.match(r"\w", text[-1:]) and re.match(r"\w", more.text):
             return Suggestion(text, word, 0.0, ends_line=False)

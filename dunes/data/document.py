@@ -276,8 +276,8 @@ def record_documents(
 ) -> list[RecordDocument]:
     """The training and validation documents of a file of records; about `share` of the records are for validation.
 
-    If the records differ, at least one is for validation and at least one for training. A document without texts
-    is omitted. Raises ValueError that names the file, the line and the expected value.
+    Unless all records are equal, at least one is for validation and at least one for training. A document without
+    texts is omitted. Raises ValueError that names the file, the line and the expected value.
     """
     hasher, hashes, sizes, blank = blake2b(digest_size=16), array("d"), array("q"), 0
     for _, text in record_texts(file.path, fields, names):

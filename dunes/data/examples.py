@@ -588,7 +588,8 @@ def _content(message: dict[str, Any], key: str) -> str:
 def _is_trained(message: dict[str, Any], role: str) -> bool:
     """False if a key of LOSS_KEYS excludes the message from the loss.
 
-    On a prompt, a `weight` or `loss` of 1 has no effect, and a true `train` or `training` raises ValueError.
+    A `weight` or `loss` of 1 on a prompt is accepted without effect. Raises ValueError for a prompt whose `train`
+    or `training` is true.
     """
     values = {key: message[key] for key in LOSS_KEYS if message.get(key) is not None}
     for key, value in values.items():

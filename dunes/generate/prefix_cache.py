@@ -30,8 +30,8 @@ MAX_STEPPED = 16
 """Compiled code for FEW tokens evaluates up to this many new ids; a forward evaluates more ids. Code and forward
 take equally long at 16 to 28 ids with 10M parameters, 13 to 16 with 124M, 15 with 1B."""
 IN_FLOAT32 = 8
-"""`MAX_STEPPED` for float32 matrices. Code and forward take equally long at 16 ids with 10M parameters, 9 with
-124M, 10 with 1B."""
+"""`MAX_STEPPED` for float32 matrices. Compiled code and a forward take equally long at 16 ids with
+10M parameters, at 9 with 124M, and at 10 with 1B."""
 PADDED = 8
 """Up to this many tokens of padding per row, batching rows is cheaper than copying a row's KV cache."""
 

@@ -91,7 +91,7 @@ class Sampler:
 
     def returns_best(self, best: int) -> bool:
         """True if the next id is certainly `best`, the first id with the highest logit."""
-        is_greedy = type(self) is Sampler and self.choose is greedy  # a subclass may process logits otherwise
+        is_greedy = type(self) is Sampler and self.choose is greedy  # a subclass may process logits in its own way
         return is_greedy and all(_preserves(processor, best) for processor in self.processors)
 
     def after(self, *processors: Processor) -> Sampler:

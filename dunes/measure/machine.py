@@ -128,7 +128,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 LARGE_BLOCK = 1 << 25
-"""Size in bytes above which freed blocks return to the system despite `keep_freed_memory`; glibc's upper limit."""
+"""`keep_freed_memory` keeps blocks up to this many bytes, the largest value that glibc accepts."""
 
 
 def keep_freed_memory() -> None:

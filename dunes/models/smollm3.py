@@ -22,7 +22,8 @@ class Config(llama.Config):
 
     @classmethod
     def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
-        """A config for training from scratch. Every fourth layer (of 2 or 3 layers, the last) has no positions."""
+        """A config for training from scratch. Every fourth layer has no positions; with 2 or 3 layers, the
+        last layer has none."""
         base = vars(llama.Config.from_size(vocab, dim, depth, context_length))
         return cls(**base, rotary=_every(min(4, max(2, depth)), depth))
 

@@ -242,8 +242,8 @@ def choose_context_length(config: FinetuneConfig, examples: Sequence[Example], b
     """The configured context length, or a power of two that fits the longest example.
 
     For plain text, the default is at most the base model's context length. Raises ValueError if the configured
-    length is above the limit. With learned position embeddings, the limit is the base model's context length; with
-    rotary embeddings, the limit is at least MAX_CONTEXT.
+    length is larger than the base model's context length and, with rotary embeddings, also larger than
+    MAX_CONTEXT.
     """
     trained = base.context_length
     limit = trained if base.model.embed.place is not None else max(trained, MAX_CONTEXT)

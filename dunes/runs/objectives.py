@@ -36,8 +36,8 @@ class Objective:
     """A finetuning objective: the name of a loss in `dunes.train.loss`, and the options that the loss takes.
 
     `lr_scale` multiplies the default learning rate. If `has_reference` is true, batches contain the base model's
-    log-probabilities. `row_format` (a key of RECORD_FORMATS) is the only format that the objective reads. If
-    `row_format` is empty, the objective reads all formats that are not the `row_format` of another objective.
+    log-probabilities. `row_format` (a key of RECORD_FORMATS) is the only format that the objective reads. If it
+    is empty, the objective reads every format that no other objective has as its `row_format`.
     `ignored` lists the run's options that have no effect with this objective. `counted` names the items over which
     the loss is averaged; `noun` names the items that --batch counts.
     """

@@ -272,7 +272,7 @@ class ServedModel:
             self.current.completer.index_files(files)
 
     def name_of(self, path: str) -> str:
-        """The name of a file in training; `path` may already be that name."""
+        """The name that a file had in training, or would have had; `path` may be such a name."""
         return path if path in self.current.files.names else self.current.name_in_sources(path)
 
     def add(self, request: TextRequest, emit: Callable[[Event], None], is_cancelled: Callable[[], bool]) -> None:

@@ -29,7 +29,7 @@ LOGPROBS = 20
 
 
 def read_completions(fields: Fields) -> Asked:
-    """Requests for texts after prompts, or for the rest of a line if the body or a prompt has a suffix."""
+    """Requests to continue prompts as texts; or to complete lines, if the body or a prompt has a suffix."""
     count, after = fields.integer("n", 1, 1, CHOICES), fields.text("suffix") if fields.has("suffix") else None
     fields.integer("best_of", count, 1, count)  # `best_of` cannot exceed `n`, since all choices are returned
     logprobs = fields.integer("logprobs", 0, 0, LOGPROBS) if fields.has("logprobs") else None
