@@ -94,16 +94,11 @@ def read_file(path: Path) -> bytes:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a regular file for reading. Raises ValueError if the path is no regular file or cannot be opened."""
-    try:
-        # Checked before opening: a pipe blocks until its other end opens, and a device may do anything.
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise ValueError(f"{path}: not a regular file")
-        return path.open("rb")
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file") from None
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be opened: {error.strerror}") from None
+    """Open a file for reading. Raises ValueError if it is no regular file, and OSError if it cannot be opened."""
+    # Checked before opening: a pipe blocks until its other end opens, and a device may do anything.
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError(f"{path}: not a regular file")
+    return path.open("rb")
 
 
 def require_content(path: Path, file: BinaryIO) -> None:
