@@ -26,11 +26,6 @@ class LoraConfig:
     rslora: bool = False
     dropout: float = 0.0
 
-    def __repr__(self) -> str:
-        """The repr stays the same in all versions, since structure digests in saved folders include it."""
-        settings = f"rank={self.rank}, alpha={self.alpha}, rslora={self.rslora}, dora=False, pissa=False"
-        return f"LoraConfig({settings}, dropout={self.dropout})"
-
     @property
     def scale(self) -> float:
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
@@ -59,7 +54,6 @@ class Adapter(nn.Module):
     def __init__(self, base: nn.Module, config: LoraConfig, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
-        vars(self)["magnitude"] = None  # set in all adapters, since structure digests in saved folders include it
         device = next(t.device for t in (*base.parameters(), *base.buffers()))
         size = {"R": config.rank, **dict(zip("IO", sides(base), strict=True))}
         for name, (dims, _) in self.PARAMETERS.items():

@@ -60,11 +60,6 @@ class Grid:
     group: int = 0
     symmetric: bool = False
 
-    def __repr__(self) -> str:
-        """The repr stays the same in all versions, since structure digests in saved folders include it."""
-        settings = f"bits={self.bits}, group={self.group}, symmetric={self.symmetric}, real_zero=False"
-        return f"Grid({settings})"
-
     @property
     def highest(self) -> int:
         return 127 if self.bits == 8 else 2**self.bits - 1

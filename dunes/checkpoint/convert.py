@@ -18,7 +18,7 @@ from dunes.models import FAMILIES, refusal, written_names
 from dunes.models.names import fields
 from dunes.progress import phase
 from dunes.text import Tokenizer
-from dunes.text.tokenizer import MAX_BYTES, original_files
+from dunes.text.tokenizer import original_files
 
 FOREIGN = ("auto_map", "quantization_config", "transformers_version", "_name_or_path", "torch_dtype", "dtype")
 """Keys of a config.json that are not copied, since they refer to code or get new values."""
@@ -52,8 +52,8 @@ def _converted(source: OpenedModel, dtype: torch.dtype | None, facts: Mapping[st
     earlier = {"before": card["converted"]} if "converted" in card else {}
 
     def compare(staged: Path) -> tuple[Verification, Mapping[str, Any]]:
-        for path in original_files(source.folder):  # copies tokenizer files of other libraries
-            (staged / path.name).write_bytes(read_file(path, MAX_BYTES))
+        for path in original_files(source.folder):  # tokenizer files of other libraries
+            (staged / path.name).write_bytes(read_file(path))
         with phase("comparing", WRITTEN, 1.0):
             verified = verify(source, open_model(staged), rounded)
         return verified, {"converted": converted | {"verified": verified.card()} | earlier}

@@ -266,7 +266,8 @@ class OpenedModel:
         note = f"; {prefix}" if prefix else ""
         if differences and self.is_own:
             listed, intact = "; ".join(map(str, differences)), all(d.kind == "structure" for d in differences)
-            remedy = "; if this is intended, load model.safetensors with load_state_dict" if intact else ""
+            wanted = "; if this is intended, make the folder again, or load model.safetensors with load_state_dict"
+            remedy = wanted if intact else ""
             built = f"{self.family} builds a different model from the saved one"
             raise ValueError(f"{self.folder}: {built}: {listed}{remedy}{note}")
         if differences:

@@ -126,11 +126,6 @@ def lsp(
     if not folder.is_dir():
         raise ValueError(f"{model}: no such folder; train a model there: dunes train SOURCE --out {model}")
     extra("pygls", "lsp")
-    from dunes import __version__
-    from dunes.serve.handshake import shake_hands
-
-    stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
-    first = shake_hands(stdin, stdout, __version__)
     from dunes.serve.lsp import start
 
     def load() -> "Worker":
@@ -140,7 +135,7 @@ def lsp(
 
     die_by_signals()  # a cleanup would wait for the thread that reads standard input
     # The loading thread inherits the trust settings.
-    start(partial(copy_context().run, load), stdin, stdout, *first)
+    start(partial(copy_context().run, load), sys.stdin.buffer, sys.stdout.buffer)
     return 0
 
 

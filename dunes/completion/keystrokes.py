@@ -8,7 +8,6 @@ keys, and Enter is not counted.
 """
 
 import math
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +25,6 @@ ACCEPTANCE = 0.35
 """Share of shown suggestions accepted by users of JetBrains' completion: https://arxiv.org/abs/2405.08704."""
 LONGEST = 200
 """Maximum characters of a typed line, since nobody types longer lines and each character costs a request."""
-_IDENTIFIER = re.compile(r"\w\w")
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,6 @@ class CutPoint:
     end: int
     rest: str
     kind: Literal["character", "line start", "closed"]
-    mid_identifier: bool
     behind: str = ""
 
 
@@ -77,10 +74,10 @@ def cut_points(name: str, text: str, lines: Sequence[Line], seed: int = 0, count
     random = _generator(name, text, seed)
     longer = [line for line in lines if len(line.text) > 1]
     sample = [longer[i] for i in np.sort(random.choice(len(longer), min(count, len(longer)), replace=False))]
-    cuts = [_cut_point(text, line, int(random.integers(1, len(line.text))), "character") for line in sample]
+    cuts = [_cut_point(line, int(random.integers(1, len(line.text))), "character") for line in sample]
     starts = np.sort(random.choice(len(lines), min(-(-count // 3), len(lines)), replace=False))
     with_brackets = [other for cut in cuts if (other := _inside_brackets(text, cut))]
-    return cuts + [_cut_point(text, lines[i], 0, "line start") for i in starts] + with_brackets
+    return cuts + [_cut_point(lines[i], 0, "line start") for i in starts] + with_brackets
 
 
 def sample_lines(name: str, text: str, lines: Sequence[Line], seed: int = 0, count: int = 12) -> list[Line]:
@@ -229,10 +226,8 @@ def mean_saved(typed: Iterable[Typing]) -> float:
     return sum(shares) / len(shares) if shares else math.nan
 
 
-def _cut_point(text: str, line: Line, column: int, kind: Literal["character", "line start"]) -> CutPoint:
-    offset = line.start + column
-    inside = bool(_IDENTIFIER.fullmatch(text, offset - 1, offset + 1))
-    return CutPoint(offset, line.end, line.text[column:], kind, inside)
+def _cut_point(line: Line, column: int, kind: Literal["character", "line start"]) -> CutPoint:
+    return CutPoint(line.start + column, line.end, line.text[column:], kind)
 
 
 def _inside_brackets(text: str, cut: CutPoint) -> CutPoint | None:

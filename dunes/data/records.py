@@ -91,9 +91,7 @@ def _rows(path: Path, fields: Collection[str] = ()) -> Iterator[tuple[str, Any]]
             return
         with _open(path) as file:
             yield from _list_rows(path, file) if _first_byte(file) == b"[" else _line_rows(path, file)
-    except EOFError as error:
-        raise ValueError(f"{path}: cannot be read: {error}; copy or download it again") from None
-    except (OSError, zlib.error) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from None
 
 

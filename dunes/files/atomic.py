@@ -18,7 +18,7 @@ from secrets import token_hex
 from time import time
 from typing import TYPE_CHECKING, TypeVar
 
-from dunes.progress import advance, is_shown
+from dunes.progress import Display, advance, is_shown, phase, shown_by
 from dunes.units import format_bytes
 
 if TYPE_CHECKING:
@@ -161,12 +161,10 @@ def progress(task: str, size: int) -> Iterator[Callable[[int], object]]:
         yield advance(size)
         return
     from rich.console import Console
-    from rich.progress import Progress
 
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        bar.add_task(task, total=size)
-        yield lambda size_done: bar.advance(bar.task_ids[0], size_done)
+    with Display(console, quiet=not console.is_terminal) as bar, shown_by(bar.time_left), phase(task):
+        yield advance(size)
 
 
 def tensor_digests(

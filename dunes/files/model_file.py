@@ -1,6 +1,6 @@
 """Find and open the files of an untrusted model folder, and permit imports of functions named in its model card.
 
-Each file must be a regular file in that folder, have a limited size, and not be a placeholder for a download.
+Each file must be a regular file in that folder, and not be a placeholder for a download.
 """
 
 import os
@@ -86,29 +86,19 @@ def listed_file(folder: Path, name: str, index: Path) -> Path:
     return require_inside(folder, folder / name, index.name)
 
 
-def read_file(path: Path, most: int) -> bytes:
-    """The bytes of a file of at most `most` bytes.
-
-    Raises ValueError for a larger file, and like `require_inside` and `require_content`.
-    """
+def read_file(path: Path) -> bytes:
+    """The bytes of a file. Raises ValueError like `require_inside` and `require_content`."""
     with open_file(require_inside(path.parent, path)) as file:
-        if (size := os.fstat(file.fileno()).st_size) > most:
-            raise ValueError(f"{path}: {size / 1e6:.0f} MB; at most {most / 1e6:.0f} MB are read")
         require_content(path, file)
-        return file.read(most)
+        return file.read()
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a regular file for reading. Raises ValueError if the path is no regular file or cannot be opened."""
-    try:
-        # Checked before opening: a pipe blocks until its other end opens, and a device may do anything.
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise ValueError(f"{path}: not a regular file")
-        return path.open("rb")
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file") from None
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be opened: {error.strerror}") from None
+    """Open a file for reading. Raises ValueError if it is no regular file, and OSError if it cannot be opened."""
+    # Checked before opening: a pipe blocks until its other end opens, and a device may do anything.
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError(f"{path}: not a regular file")
+    return path.open("rb")
 
 
 def require_content(path: Path, file: BinaryIO) -> None:

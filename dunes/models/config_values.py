@@ -86,11 +86,6 @@ def refuse_mixed_windows(hf: dict[str, Any]) -> None:
             )
 
 
-def layer_count(hf: Json) -> int:
-    """The number of layers of a config with one setting per layer. Raises ValueError above 2^16 layers."""
-    return size(hf, "num_hidden_layers", largest=1 << 16)
-
-
 def layer_types(hf: Json, name: str, default: Sequence[bool]) -> tuple[bool, ...]:
     """For each layer, True if its type is `name`, and False if its type is full attention.
 

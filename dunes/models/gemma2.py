@@ -14,7 +14,6 @@ from torch import nn
 from dunes.models import llama
 from dunes.models.config_values import (
     check_supported,
-    layer_count,
     layer_windows,
     layer_windows_to_hf,
     optional,
@@ -92,7 +91,7 @@ def read_fields(model: Any, context_length: int) -> dict[str, Any]:
 def from_hf(hf: dict[str, Any]) -> Config:
     """Convert a Hugging Face config.json to a Config. Raises ValueError for unsupported settings."""
     hf = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0} | hf
-    return Config(**config_fields(hf, [i % 2 == 0 for i in range(layer_count(hf))]))
+    return Config(**config_fields(hf, [i % 2 == 0 for i in range(size(hf, "num_hidden_layers"))]))
 
 
 def config_fields(hf: dict[str, Any], windowed: Sequence[bool]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from dunes.models import gemma2, qwen3
-from dunes.models.config_values import check_supported, layer_count, rope_fields, size
+from dunes.models.config_values import check_supported, rope_fields, size
 from dunes.models.llama import IGNORED_NAMES, refusal
 from dunes.models.names import Names
 from dunes.parts import Attention, Decoder, Rotary
@@ -62,7 +62,7 @@ def from_hf(hf: dict[str, Any]) -> Config:
         raise ValueError(f"config.json: rotary positions of layers with a window are scaled by {local['scaling']}")
     check_supported(hf, {"attn_logit_softcapping": None})
     flat = {k: v for k, v in hf.items() if k not in ("rope_parameters", "rope_scaling")}
-    fields = gemma2.config_fields(flat, [(i + 1) % pattern != 0 for i in range(layer_count(hf))])
+    fields = gemma2.config_fields(flat, [(i + 1) % pattern != 0 for i in range(size(hf, "num_hidden_layers"))])
     return Config(**fields | full, local_base=local["rope_base"])
 
 

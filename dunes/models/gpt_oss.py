@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from dunes.models import llama, mixtral
-from dunes.models.config_values import check_supported, layer_count, layer_windows, layer_windows_to_hf, number
+from dunes.models.config_values import check_supported, layer_windows, layer_windows_to_hf, number, size
 from dunes.models.llama import IGNORED_NAMES
 from dunes.models.mixtral import expert_width, experts_to_hf, moe_fields, read_moe_fields
 from dunes.models.names import Name, Names, halves, name, pairs, transpose, weight_and_bias
@@ -65,7 +65,7 @@ def from_hf(hf: dict[str, Any]) -> Config:
     check_supported(hf, required={"swiglu_alpha": 1.702, "mlp_bias": True})
     hf = {"head_dim": 64, "num_key_value_heads": 8, "attention_bias": True, "sliding_window": 128} | hf
     hf |= {"rope_scaling": hf.get("rope_scaling") or hf.get("rope_parameters") or YARN, "mlp_bias": True}
-    windows = layer_windows(hf, [i % 2 == 0 for i in range(layer_count(hf))])
+    windows = layer_windows(hf, [i % 2 == 0 for i in range(size(hf, "num_hidden_layers"))])
     fields = llama.config_fields(hf, base=150_000.0) | moe_fields(hf, balance=0.001)
     return Config(**fields, windows=windows, limit=number(hf, "swiglu_limit", 7.0))
 

@@ -13,7 +13,6 @@ from dunes.models import llama, mixtral, qwen3_moe
 from dunes.models.config_values import (
     check_supported,
     flag,
-    layer_count,
     layer_types,
     quotient,
     rotary_share,
@@ -129,7 +128,7 @@ def from_hf(hf: dict[str, Any]) -> Config:
     check_supported(hf | {"mlp_only_layers": hf.get("mlp_only_layers") or []}, required)
     hf = {"head_dim": 256} | hf | {"intermediate_size": size(hf, "moe_intermediate_size")}
     quotient(hf, "linear_num_value_heads", "linear_num_key_heads")
-    default = _three_of(size(hf, "full_attention_interval", 4), layer_count(hf))
+    default = _three_of(size(hf, "full_attention_interval", 4), size(hf, "num_hidden_layers"))
     fields: dict[str, Any] = {field: size(hf, key) for field, key in SIZES.items()}
     fields |= {"recurrent": layer_types(hf, "linear_attention", default)}
     fields |= llama.config_fields(hf, partial=0.25) | moe_fields(hf, balance=0.001)

@@ -1,12 +1,10 @@
 """The language server: completes lines for editors that support inline completion, or only plain completion.
 
-`handshake.py` answers `initialize` before this module is imported. A thread loads the model; meanwhile, the newest
-request waits. https://microsoft.github.io/language-server-protocol/specifications/lsp/3.18/specification/
+A thread loads the model, and the newest request waits for it.
+https://microsoft.github.io/language-server-protocol/specifications/lsp/3.18/specification/
 """
 
 import asyncio
-import io
-import json
 import re
 import threading
 from bisect import bisect_right
@@ -15,16 +13,14 @@ from contextlib import suppress
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import unquote, urlparse
 
 from lsprotocol import types
-from pygls.io_ import StdoutWriter
 from pygls.lsp.server import LanguageServer
 from pygls.workspace import TextDocument
 
 from dunes import __version__
-from dunes.serve.handshake import ACCEPTED, TRIGGERS
 from dunes.serve.requests import Answer, Event, LineRequest
 from dunes.text.lines import decode_text, split_lines
 from dunes.units import plural
@@ -34,38 +30,18 @@ if TYPE_CHECKING:
 
 ITEMS = 3
 """Maximum number of suggestions."""
+TRIGGERS = " .(,=:<\"'"
+"""Characters after which an editor without inline completion requests plain completion."""
+ACCEPTED = "dunes.accepted"
+"""Command that an editor executes when the user accepts a suggestion."""
 IDLE = 0.5
 """An open file is indexed after this many seconds without a change; completions in other files then copy from
 it."""
 
 
-def start(
-    load: Callable[[], "Worker"], stdin: BinaryIO, stdout: BinaryIO, first: bytes, is_answered: bool
-) -> None:
-    """Serve on these streams until the editor ends the server; another thread calls `load` to load the model.
-
-    `first` contains the first message; `is_answered` is True if `handshake.py` has answered it.
-    """
-    server = Server(load)
-    if is_answered:
-        server.protocol.set_writer(StdoutWriter(io.BytesIO()))
-        with suppress(Exception):  # the editor already has its answer
-            server.protocol.handle_message(json.loads(first, object_hook=server.protocol.structure_message))
-    server.start_io(stdin if is_answered else cast(BinaryIO, Replayed(first, stdin)), stdout)
-
-
-class Replayed:
-    """A stream that starts with the bytes `first` and continues with `rest`."""
-
-    def __init__(self, first: bytes, rest: BinaryIO) -> None:
-        self._first, self._rest = io.BytesIO(first), rest
-
-    def readline(self) -> bytes:
-        return self._first.readline() or self._rest.readline()
-
-    def read(self, n: int) -> bytes:
-        data = self._first.read(n)
-        return data + self._rest.read(n - len(data)) if len(data) < n else data
+def start(load: Callable[[], "Worker"], stdin: BinaryIO, stdout: BinaryIO) -> None:
+    """Serve on these streams until the editor ends the server; another thread calls `load` to load the model."""
+    Server(load).start_io(stdin, stdout)
 
 
 class Document(TextDocument):

@@ -34,7 +34,7 @@ def read_template(folder: Path | str) -> str | None:
     path = next(filter(None, (find_file(Path(folder), name) for name in (JINJA, CONFIG))), None)
     if path is None:
         return None
-    return template_from_files({path.name: read_file(path, json_file.MAX_CONFIG_BYTES)}, path.parent)
+    return template_from_files({path.name: read_file(path)}, path.parent)
 
 
 def template_from_files(files: Mapping[str, bytes], folder: Path) -> str | None:

@@ -49,8 +49,6 @@ KINDS = ("bpe", "bytes", "chars")
 """The kinds of tokenizers that can be trained."""
 SPLIT_RULE = "gguf_pre"
 """Key of `split_rule` in a tokenizer_config.json."""
-MAX_BYTES = 1 << 27
-"""Maximum bytes of a tokenizer file."""
 MAX_IDS = 1 << 22
 """Upper bound of token ids, exclusive."""
 
@@ -126,12 +124,12 @@ class Tokenizer:
                 f"{folder}: no tokenizer.json, tokenizer.model or tekken.json; "
                 f"put the tokenizer that the model was trained with there{unfinished_downloads(folder)}"
             )
-        data = read_file(path, MAX_BYTES)
+        data = read_file(path)
         inner = hf_tokenizers.call(f"{path}: not a tokenizer", lambda: _parse(path, data))
         tokenizer = cls(inner, read_special_tokens(folder, inner.token_to_id))
         tokenizer.config_path = folder / tokenizer.config_path.name
         files = {name: file for name in EXTRA_FILES if (file := find_file(folder, name))}
-        tokenizer.extra_files = {name: read_file(f, json_file.MAX_CONFIG_BYTES) for name, f in files.items()}
+        tokenizer.extra_files = {name: read_file(f) for name, f in files.items()}
         tokenizer.split_rule = str(json_file.read_if_present(tokenizer.config_path).get(SPLIT_RULE) or "")
         if path.name != "tokenizer.json" and tokenizer.config_path.name in tokenizer.extra_files:
             config = json_file.read_if_present(tokenizer.config_path)
