@@ -55,6 +55,7 @@ from dunes.generate.decode_graph import (
     step_weights,
 )
 from dunes.generate.prefix_cache import PrefixCache
+from dunes.ops import row_products
 from dunes.ops.kernels import attempt, why_not_compiled
 from dunes.parts import Cache, Decoder, cache_for, vocabulary_size
 from dunes.parts.decoder import recurrent_part
@@ -66,6 +67,8 @@ FILES = {1: PACKAGE, FEW: "native-few.so", TEXT: "native-text.so", ROWS: "native
 tokens, for the start of a text (TEXT), or for a token in each of several rows (ROWS)."""
 HEADS = {1: "native-head.so", FEW: "native-few-head.so"}
 """Names of the heads' files in packages where blocks of one form are compiled once; see `_layer_file`."""
+PRODUCTS = "row-products.so"
+"""Name of the library that steps for several rows call; missing if it does not compile."""
 LAYERS_OF_A_FORM = 8
 """Minimum mean number of blocks per form for compiling each form only once. Compiling one more form takes as long
 as compiling seven more blocks in one file."""
@@ -93,7 +96,7 @@ CHECKED = 6
 """Number of tokens in the cache when the logits of a step are checked."""
 LOOK_EVERY = 1.0
 """Seconds between two checks for a new package."""
-SOURCES = "parts/*.py", "ops/*.py", "augment/*.py", "generate/decode_graph.py"
+SOURCES = "parts/*.py", "ops/*.py", "ops/*.cpp", "augment/*.py", "generate/decode_graph.py"
 
 
 def load_step(model: nn.Module, dtype: torch.dtype | None = None) -> CompiledStep | None:
@@ -239,7 +242,10 @@ def _add(model: nn.Module, dtype: torch.dtype, package: Path, tokens: int, whole
             parts = _export_parts(model, dtype, tokens) if by_layer else [(name, _export(model, computed, tokens))]
             for file, graph in parts:
                 compile_graph(graph, staged / file, options)
-            _bind(model, staged, [name], dtype)
+            with suppress(ValueError):
+                if tokens == ROWS:
+                    row_products.compile_library(staged / PRODUCTS)
+            _bind(model, staged, [file.name for file in staged.iterdir()], dtype)
             for part in sorted(staged.iterdir()):
                 digests[part.name] = atomic.digest(part)
                 os.replace(part, package / part.name)
@@ -396,6 +402,8 @@ def _describe(value: Any, files: set[str], depth: int = 4) -> str:
 
 
 def _bind(model: nn.Module, package: Path, names: Collection[str], dtype: torch.dtype) -> CompiledStep:
+    if PRODUCTS in names:
+        row_products.load_library(package / PRODUCTS)
     files = {n: package / name for table in (HEADS, FILES) for n, name in table.items() if name in names}
     dtypes = {n: _dtype(model) if n == TEXT else dtype for n in files}
     weights = {d: step_weights(model, d) for d in {*dtypes.values()}}
