@@ -44,6 +44,7 @@ from dunes.generate.decode_graph import (
     HeadGraph,
     LayerGraph,
     RowGraph,
+    RowLayerGraph,
     TextGraph,
     export_decode_graph,
     join_parts,
@@ -620,13 +621,17 @@ def test_a_step_is_compared_with_the_model_in_float32(name):
 def test_the_parts_of_a_step_together_give_the_models_logits(name):
     model = MODELS[name]()
 
-    def layer(block, inputs):
+    def layer(graph, inputs):
         *of_tokens, k, v = inputs
-        return [LayerGraph(block)(*of_tokens, [k], [v])]
+        return [graph(*of_tokens, [k], [v])]
 
-    layers = [partial(layer, block) for block in model.blocks]
-    step = CompiledStep({1: join_parts(model, layers, lambda inputs: HeadGraph(model)(*inputs))}, torch.float32)
+    def joined(form):
+        layers = [partial(layer, form(block)) for block in model.blocks]
+        return join_parts(model, layers, lambda inputs: HeadGraph(model)(*inputs))
+
+    step = CompiledStep({1: joined(LayerGraph), ROWS: joined(RowLayerGraph)}, torch.float32)
     assert (logits_of(model, step) - logits_of(model)).abs().max() < 1e-4
+    assert_rows_are_read(model, step)
 
 
 @needs_compiler
@@ -636,11 +641,14 @@ def test_a_step_by_layer_gives_equal_greedy_ids(name, monkeypatch, home):
     monkeypatch.setattr(step_package, "LAYERS_OF_A_FORM", 1)
     model = MODELS[name]()
     package, dtype = compile_step(model, 64, torch.float32)
-    names = {"native-head.so", "native-layer0.so", "native-few-head.so", "native-few-layer0.so"}
+    names = {
+        f"native-{part}.so" for part in ("head", "layer0", "few-head", "few-layer0", "rows-head", "rows-layer0")
+    }
     assert names <= {*step_package.native_files(package)}
     step = load_step(model, dtype)
     assert ids_of(model, step) == ids_of(model)
     assert_a_few_are_computed_at_once(step)
+    assert_rows_are_read(model, step)
 
 
 def test_native_code_is_not_loaded_where_threads_have_small_stacks(tmp_path):

@@ -95,7 +95,10 @@ class LayerGraph(nn.Module):
 
         Raises ValueError for a block that passes tensors to later blocks, or whose outputs have another dtype.
         """
-        ctx = _StepContext(keys, values, slots, slot_positions)
+        return self.compute(x, _StepContext(keys, values, slots, slot_positions))
+
+    def compute(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """The block's outputs for inputs x (B, T, dim)."""
         y: Tensor = self.block(x, ctx, 0)
         if ctx.carried or y.dtype != x.dtype:
             raise ValueError("expected a block that passes no tensors to later blocks and keeps the dtype")
@@ -106,7 +109,7 @@ class HeadGraph(DecodeGraph):
     """The part of a `DecodeGraph` after its blocks."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """The scores of the last block's outputs x (1, T, dim)."""
+        """The scores of the last block's outputs x (B, T, dim)."""
         return self.score(x)
 
 
@@ -138,6 +141,22 @@ class RowGraph(DecodeGraph):
         in readable slots (-1 if empty), and for each layer keys and values (R, K, slots, D)."""
         ctx = _RowContext(keys, values, slots, positions, slot_positions)
         return self.score(self._hidden(ids[:, None], ctx))
+
+
+class RowLayerGraph(LayerGraph):
+    """One block of a `RowGraph`."""
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        slot_positions: Tensor,
+        keys: list[Tensor],
+        values: list[Tensor],
+    ) -> Tensor:
+        """The block's outputs for inputs x (R, 1, dim); other arguments are as in `RowGraph`, for one layer."""
+        return self.compute(x, _RowContext(keys, values, slots, positions, slot_positions))
 
 
 class _TextContext(ForwardContext):
@@ -223,32 +242,34 @@ def export_decode_graph(
 ) -> torch.export.ExportedProgram:
     """Export the graph, for caches of any capacity with the dtypes of `cache` (8 slots, some of them filled).
 
-    A graph of a part of the model needs an example `x` of its inputs (1, tokens, dim).
+    A graph of a part of the model needs an example `x` of its inputs (1, tokens, dim), or (3, 1, dim) for rows.
 
     The graph of a `TextGraph` accepts any number of tokens above FEW. In any other graph, operations are replaced
     by functions that Inductor fuses. Raises any error of torch.export for parts that it cannot trace.
     """
     args: tuple[Any, ...]
     shapes: dict[str, Any] = {}
-    row: dict[int, Any] = {}
+    name, row = "ids" if x is None else "x", dict[int, Any]()
+    if isinstance(graph, RowGraph | RowLayerGraph) or (x is not None and len(x) > 1):
+        row = {0: torch.export.Dim("rows", min=2)}
+    forms = _FORMS | {F.linear: row_products.linear} if row else _FORMS
     if isinstance(graph, HeadGraph):
-        with torch.no_grad(), _OneRow(_FORMS):
-            return torch.export.export(graph, (x,), strict=False)
+        with torch.no_grad(), _OneRow(forms):
+            return torch.export.export(graph, (x,), dynamic_shapes={"x": row}, strict=False)
     if isinstance(graph, TextGraph):
         least, forms, args = FEW + 1, {F.embedding: _rows_of_ids}, (torch.zeros(5, dtype=torch.long),)
         shapes["ids"] = {0: torch.export.Dim("tokens", min=least)}
-    elif isinstance(graph, RowGraph):
-        row, readable, least = {0: torch.export.Dim("rows", min=2)}, torch.export.Dim("readable", min=2), 4
-        forms = _FORMS | {F.linear: row_products.linear}
+    elif row:
+        readable, least = torch.export.Dim("readable", min=2), 4
         cache, last = cache.select_rows(torch.zeros(3, dtype=torch.long)), torch.full((3,), 6)
-        args = (torch.zeros_like(last), last, last, torch.arange(7).repeat(3, 1))
-        shapes |= {"ids": row, "slots": row, "positions": row, "slot_positions": row | {1: readable}}
+        args = (torch.zeros_like(last) if x is None else x, last, last, torch.arange(7).repeat(3, 1))
+        shapes |= {name: row, "slots": row, "positions": row, "slot_positions": row | {1: readable}}
     else:
         # For caches in half precision, tracing requires more slots than readable slots.
         readable, least = torch.export.Dim("readable", min=max(2, tokens)), max(4, tokens + 1)
         first = torch.zeros(tokens, dtype=torch.long) if x is None else x
-        forms, args = _FORMS, (first, torch.arange(7 - tokens, 7), torch.arange(7))
-        shapes |= {"ids" if x is None else "x": None, "slots": None, "slot_positions": {0: readable}}
+        args = (first, torch.arange(7 - tokens, 7), torch.arange(7))
+        shapes |= {name: None, "slots": None, "slot_positions": {0: readable}}
     shapes["keys"] = shapes["values"] = [row | {2: torch.export.Dim("slots", min=least)}] * len(cache.keys)
     with torch.no_grad(), _OneRow(forms):
         return torch.export.export(graph, (*args, cache.keys, cache.values), dynamic_shapes=shapes, strict=False)
@@ -388,12 +409,14 @@ def join_parts(model: nn.Module, layers: Sequence[Run], head: Run) -> Run:
 
     @torch.no_grad()
     def run(inputs: list[Tensor]) -> list[Tensor]:
-        ids, slots, slot_positions, *caches = inputs
-        keys, values = caches[: len(layers)], caches[len(layers) :]
+        first_key, first_value = len(inputs) - 2 * len(layers), len(inputs) - len(layers)
+        (ids, *places), keys, values = inputs[:first_key], inputs[first_key:first_value], inputs[first_value:]
+        of_rows = len(places) == 3
         with _OneRow(_FORMS):
-            x = embed(ids[None], _StepContext(keys, values, slots, slot_positions))
+            ctx = (_RowContext if of_rows else _StepContext)(keys, values, *places)
+            x = embed(ids[:, None] if of_rows else ids[None], ctx)
         for layer, k, v in zip(layers, keys, values, strict=True):
-            (x,) = layer([x, slots, slot_positions, k, v])
+            (x,) = layer([x, *places, k, v])
         return head([x])
 
     return run

@@ -42,6 +42,7 @@ from dunes.generate.decode_graph import (
     HeadGraph,
     LayerGraph,
     RowGraph,
+    RowLayerGraph,
     Run,
     Scores,
     TextGraph,
@@ -65,7 +66,7 @@ PACKAGE, CARD, CHOSEN, FORMAT = "native.so", "package.json", "chosen-", 7
 FILES = {1: PACKAGE, FEW: "native-few.so", TEXT: "native-text.so", ROWS: "native-rows.so"}
 """Names of native code files by number of tokens. All packages have the first file; some also have a file for FEW
 tokens, for the start of a text (TEXT), or for a token in each of several rows (ROWS)."""
-HEADS = {1: "native-head.so", FEW: "native-few-head.so"}
+HEADS = {1: "native-head.so", FEW: "native-few-head.so", ROWS: "native-rows-head.so"}
 """Names of the heads' files in packages where blocks of one form are compiled once; see `_layer_file`."""
 PRODUCTS = "row-products.so"
 """Name of the library that steps for several rows call; missing if it does not compile."""
@@ -536,13 +537,15 @@ def _export_parts(
     with buffers_unchanged(model):
         cache, _ = _check_tokens(model)
     with tree.mode(model, False), torch.autocast("cpu", enabled=False):
-        ids, slots = torch.zeros(tokens, dtype=torch.long), torch.arange(tokens)
-        (x,) = join_parts(model, [], lambda inputs: inputs)([ids, slots, slots])
+        slots = torch.arange(3 if tokens == ROWS else tokens)
+        places = [slots, slots, slots.repeat(3, 1)] if tokens == ROWS else [slots, slots]
+        (x,) = join_parts(model, [], lambda inputs: inputs)([torch.zeros_like(slots), *places])
         inner: Any = outline(model, dtype).eval()
         head = HeadGraph(Decoder(inner.embed, [], inner.norm, inner.head, inner.softcap)).eval()
         yield HEADS[tokens], export_graph(lambda: export_decode_graph(head, cache, tokens, x))
         for layer in sorted({*layer_forms(model)}):
-            step, of_layer = LayerGraph(inner.get_submodule(f"blocks.{layer}")), copy(cache)
+            graph = RowLayerGraph if tokens == ROWS else LayerGraph
+            step, of_layer = graph(inner.get_submodule(f"blocks.{layer}")), copy(cache)
             of_layer.keys, of_layer.values = [cache.keys[layer]], [cache.values[layer]]
             name = _layer_file(Path(HEADS[tokens]), layer).name
             yield name, export_graph(lambda: export_decode_graph(step, of_layer, tokens, x))  # noqa: B023

@@ -1,9 +1,9 @@
 """Products of a few rows in float32 with a matrix in float32, bfloat16 or float16, for compiled decoding.
 
-torch has no CPU product of a half-precision matrix with float32 results, and widening the matrix first takes 2.5 to
-14 times as long. The operator reads the matrix once for up to 6 rows and adds in float32. Each row's outputs depend
-on no other row, bit for bit. On one thread of an AMD EPYC (Zen 5), 4 and 16 rows times 4096 x 384 bfloat16 weights
-take 0.10 and 0.31 ms; with widening they take 1.4 and 0.76 ms.
+torch has no CPU product of a half-precision matrix with float32 results, and widening the matrix first takes 2.5
+to 14 times as long. The operator reads the matrix once for up to 6 rows and adds in float32. Each row's outputs
+depend on no other row, bit for bit. On one thread of an AMD EPYC (Zen 5), 4 and 16 rows times 4096 x 384 bfloat16
+weights take 0.10 and 0.31 ms; with widening they take 1.4 and 0.76 ms.
 
 The library with the C++ kernel is compiled in 3 seconds, and loaded by its user. Without it, the plain form runs.
 """
@@ -14,6 +14,7 @@ import shutil
 import subprocess
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,14 +30,15 @@ def plain(x: Tensor, weight: Tensor) -> Tensor:
     return (weight.float() @ x.t().contiguous()).t().contiguous()
 
 
-_library = torch.library.Library("dunes", "FRAGMENT")
+def _fake(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+_torch: Any = torch  # its functions for operators are untyped
+_library = _torch.library.Library("dunes", "FRAGMENT")
 _library.define("row_products(Tensor x, Tensor weight) -> Tensor")
 _library.impl("row_products", plain, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("dunes::row_products", lib=_library)
-def _(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
+_torch.library.register_fake("dunes::row_products", _fake, lib=_library)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -60,4 +62,4 @@ def load_library(path: Path) -> None:
     """Use the kernel in this library from now on, unless one is in use. Raises OSError if it cannot be loaded."""
     if not torch._C._dispatch_has_kernel_for_dispatch_key("dunes::row_products", "CPU"):
         with TemporaryDirectory() as folder:  # a mapped file must not change
-            torch.ops.load_library(shutil.copy(path, folder))
+            _torch.ops.load_library(shutil.copy(path, folder))
