@@ -77,11 +77,12 @@ LAYER_PARAMETERS = 2_000_000
 """Minimum mean number of linear parameters per block for compiling each form only once. Calls dominate the time of
 smaller blocks."""
 TEXT_OPTIONS: dict[str, Any] = {"aot_inductor.package_constants_in_so": False, "cpp.dynamic_threads": True}
-ROW_OPTIONS = TEXT_OPTIONS | {"realize_reads_threshold": 1, "score_fusion_memory_threshold": 1}
-OPTIONS = ROW_OPTIONS | {
-    "aot_inductor.allow_stack_allocation": True,
+ROW_OPTIONS = TEXT_OPTIONS | {
+    "realize_reads_threshold": 1,
+    "score_fusion_memory_threshold": 1,
     "cpp.enable_floating_point_contract_flag": "fast",
 }
+OPTIONS = ROW_OPTIONS | {"aot_inductor.allow_stack_allocation": True}
 """Inductor's options for a step: code without weights, for any number of threads, that computes each norm once.
 
 Buffers of up to ten times Inductor's limit are on the stack, since allocating some hundred tensors would take a

@@ -41,9 +41,15 @@ inline Floats widen(const float* p) {
 }
 
 inline Floats widen(const BFloat16* p) {
+#if defined(__AVX512F__)  // GCC 12 splits the vector
+  return (Floats)((Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)) << 16);
+#elif defined(__AVX2__)
+  return (Floats)((Words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)) << 16);
+#else
   Halves v;
   std::memcpy(&v, p, sizeof v);
   return (Floats)(__builtin_convertvector(v, Words) << 16);
+#endif
 }
 
 inline Floats widen(const _Float16* p) {
@@ -99,6 +105,9 @@ inline void multiply(const float* x, const T* w, Floats (&total)[x_rows][w_rows]
   }
   for (int r = 0; r < x_rows; r++) {
     Floats row = load<whole>(x + r * inputs, n);
+#ifdef __x86_64__
+    asm("" : "+v"(row));  // else GCC loads it again for each weight
+#endif
     for (int i = 0; i < w_rows; i++) total[r][i] += weights[i] * row;
   }
 }
