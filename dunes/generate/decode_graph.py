@@ -43,6 +43,10 @@ TEXT = 0
 """Key of the step for any number of tokens at the start of a text."""
 ROWS = -1
 """Key of the step for one token in each of several rows."""
+BATCH = -2
+"""Key of the step for up to MOST tokens in each row, which replaces the steps for FEW tokens and for ROWS."""
+MOST = 32
+"""Maximum tokens of a row for the step for a BATCH, which takes half the time of the model's forward."""
 
 
 class DecodeGraph(nn.Module):
@@ -126,7 +130,7 @@ class TextGraph(DecodeGraph):
 
 
 class RowGraph(DecodeGraph):
-    """A step for one new token in each of R rows; its matrix products are calls of `ops.row_products`."""
+    """A step for T new tokens in each of R rows; its matrix products are calls of `ops.row_products`."""
 
     def forward(  # type: ignore[override]
         self,
@@ -137,10 +141,10 @@ class RowGraph(DecodeGraph):
         keys: list[Tensor],
         values: list[Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """Arguments: new ids (R,), slots (R,) to write, positions (R,) of the ids, positions (R, S) of the tokens
-        in readable slots (-1 if empty), and for each layer keys and values (R, K, slots, D)."""
-        ctx = _RowContext(keys, values, slots, positions, slot_positions)
-        return self.score(self._hidden(ids[:, None], ctx))
+        """Arguments: new ids (R, T), slots (R, T) to write, positions (R, T) of the ids (-1 for padding),
+        positions (R, S) of the tokens in readable slots (-1 if empty), and for each layer keys and values (R, K,
+        slots, D). The logits are (R * T, V)."""
+        return self.score(self._hidden(ids, _RowContext(keys, values, slots, positions, slot_positions)))
 
 
 class RowLayerGraph(LayerGraph):
@@ -155,7 +159,7 @@ class RowLayerGraph(LayerGraph):
         keys: list[Tensor],
         values: list[Tensor],
     ) -> Tensor:
-        """The block's outputs for inputs x (R, 1, dim); other arguments are as in `RowGraph`, for one layer."""
+        """The block's outputs for inputs x (R, T, dim); other arguments are as in `RowGraph`, for one layer."""
         return self.compute(x, _RowContext(keys, values, slots, positions, slot_positions))
 
 
@@ -183,18 +187,18 @@ class _TextContext(ForwardContext):
 
 
 class _RowContext(ForwardContext):
-    """Context of one new token per row; it attends to the slots of its row inside the layer's window."""
+    """Context of new tokens in several rows; they attend to the slots of their row inside the layer's window."""
 
     def __init__(
         self, keys: list[Tensor], values: list[Tensor], slots: Tensor, positions: Tensor, slot_positions: Tensor
     ) -> None:
-        super().__init__(positions[:, None])
+        super().__init__(positions)
         self.keys, self.values, self.slots, self.slot_positions = keys, values, slots, slot_positions
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        rows, readable = torch.arange(self.slots.shape[0]), self.slot_positions.shape[1]
+        rows, readable = torch.arange(self.slots.shape[0])[:, None, None], self.slot_positions.shape[1]
         for cache, x in ((self.keys[layer], k), (self.values[layer], v)):
-            cache.index_put_((rows[:, None], torch.arange(x.shape[1]), self.slots[:, None]), x[:, :, 0])
+            cache.index_put_((rows, torch.arange(x.shape[1])[:, None], self.slots[:, None]), x)
         return self.keys[layer].narrow(2, 0, readable), self.values[layer].narrow(2, 0, readable)
 
     def key_positions(self) -> Tensor:
@@ -202,7 +206,8 @@ class _RowContext(ForwardContext):
 
     def mask(self, window: int | None = None) -> Tensor:
         key, query = self.slot_positions[:, None], self.positions[:, :, None]
-        readable = key >= 0 if window is None else (key >= 0) & (key > query - window)
+        readable = (key >= 0) & (key <= query)
+        readable = readable if window is None else readable & (key > query - window)
         # Padding attends to all slots, since masked rows would store NaN, which a larger cache could read.
         return readable | (query < 0)
 
@@ -242,16 +247,18 @@ def export_decode_graph(
 ) -> torch.export.ExportedProgram:
     """Export the graph, for caches of any capacity with the dtypes of `cache` (8 slots, some of them filled).
 
-    A graph of a part of the model needs an example `x` of its inputs (1, tokens, dim), or (3, 1, dim) for rows.
+    A graph of a part of the model needs an example `x` of its inputs (1, tokens, dim), or (3, T, dim) for rows.
 
     The graph of a `TextGraph` accepts any number of tokens above FEW. In any other graph, operations are replaced
     by functions that Inductor fuses. Raises any error of torch.export for parts that it cannot trace.
     """
     args: tuple[Any, ...]
     shapes: dict[str, Any] = {}
-    name, row = "ids" if x is None else "x", dict[int, Any]()
+    name, rows, row = "ids" if x is None else "x", dict[int, Any](), dict[int, Any]()
     if isinstance(graph, RowGraph | RowLayerGraph) or (x is not None and len(x) > 1):
-        row = {0: torch.export.Dim("rows", min=2)}
+        several = {1: torch.export.Dim("tokens", min=1)} if tokens == BATCH else {}
+        rows = {0: torch.export.Dim("rows", min=1 if several else 2)}
+        row = rows | several
     forms = _FORMS | {F.linear: row_products.linear} if row else _FORMS
     if isinstance(graph, HeadGraph):
         with torch.no_grad(), _OneRow(forms):
@@ -261,16 +268,17 @@ def export_decode_graph(
         shapes["ids"] = {0: torch.export.Dim("tokens", min=least)}
     elif row:
         readable, least = torch.export.Dim("readable", min=2), 4
-        cache, last = cache.select_rows(torch.zeros(3, dtype=torch.long)), torch.full((3,), 6)
+        cache = cache.select_rows(torch.zeros(3, dtype=torch.long))
+        last = torch.arange(5 if several else 6, 7).repeat(3, 1)
         args = (torch.zeros_like(last) if x is None else x, last, last, torch.arange(7).repeat(3, 1))
-        shapes |= {name: row, "slots": row, "positions": row, "slot_positions": row | {1: readable}}
+        shapes |= {name: row, "slots": row, "positions": row, "slot_positions": rows | {1: readable}}
     else:
         # For caches in half precision, tracing requires more slots than readable slots.
         readable, least = torch.export.Dim("readable", min=max(2, tokens)), max(4, tokens + 1)
         first = torch.zeros(tokens, dtype=torch.long) if x is None else x
         args = (first, torch.arange(7 - tokens, 7), torch.arange(7))
         shapes |= {name: None, "slots": None, "slot_positions": {0: readable}}
-    shapes["keys"] = shapes["values"] = [row | {2: torch.export.Dim("slots", min=least)}] * len(cache.keys)
+    shapes["keys"] = shapes["values"] = [rows | {2: torch.export.Dim("slots", min=least)}] * len(cache.keys)
     with torch.no_grad(), _OneRow(forms):
         return torch.export.export(graph, (*args, cache.keys, cache.values), dynamic_shapes=shapes, strict=False)
 
@@ -314,8 +322,8 @@ class CompiledStep:
     """Native code of a step, bound to the model's weights without copying them.
 
     `runs` maps a number of tokens to code: 1 for one token, FEW for up to FEW tokens, TEXT for the start of a
-    text, ROWS for several rows. `dtype` is the dtype of the matrices. `example` is a cache like those that the
-    step was compiled for, `state` the model's `model_state`.
+    text, ROWS for a token in several rows, BATCH for several tokens in several rows. `dtype` is the dtype of the
+    matrices. `example` is a cache like those that the step was compiled for, `state` the model's `model_state`.
     """
 
     def __init__(self, runs: Mapping[int, Run], dtype: torch.dtype) -> None:
@@ -323,35 +331,49 @@ class CompiledStep:
         self.state: object = None
         self.example = Cache(1, 0)
         self._run = dict(runs)
-        self.reads_texts, self.reads_rows = TEXT in runs, ROWS in runs
+        self.reads_texts, self.reads_rows = TEXT in runs, ROWS in runs or BATCH in runs
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         return f"CompiledStep({dtype} matrices, tokens at once: {', '.join(map(str, self._run))})"
 
-    def read_rows(self, ids: Mapping[int, int], cache: Cache) -> dict[int, Scores]:
-        """Scores after one new token in each of these rows; the cache has several rows."""
-        new = torch.tensor([[i in ids] for i in range(cache.batch)])
-        positions = cache.start(1 if len(ids) == cache.batch else new).expand(cache.batch, 1)
+    def read_rows(self, ids: Mapping[int, Sequence[int]], cache: Cache) -> dict[int, list[Scores]]:
+        """Scores after each new token in these rows, at most `most_in_rows` tokens in a row."""
+        width = max(map(len, ids.values()))
+        missing = [width - len(ids.get(i, ())) for i in range(cache.batch)]
+        tokens = torch.tensor([[0] * n + [*ids.get(i, ())] for i, n in enumerate(missing)])
+        new = torch.tensor([[False] * n + [True] * (width - n) for n in missing])
+        positions = cache.start(new if any(missing) else width).expand(cache.batch, width)
         slot_positions = cache.slot_positions(positions.amax(1)).expand(cache.batch, -1)[:, : cache.max_length]
-        tokens = torch.tensor([ids.get(i, 0) for i in range(cache.batch)])
-        slots = cache.slots(positions)[:, 0].contiguous()
-        arguments = tokens, slots, positions[:, 0].contiguous(), slot_positions.contiguous()
-        logits, summary = self._run[ROWS]([*arguments, *cache.keys, *cache.values])
+        arguments = tokens, *(t.contiguous() for t in (cache.slots(positions), positions, slot_positions))
+        run = self._run[BATCH if BATCH in self._run else ROWS]
+        logits, summary = run([*arguments, *cache.keys, *cache.values])
         cache.advance((positions >= 0).sum(1))
         scores = _scores(summary, logits)
-        return {i: scores[i] for i in ids}
+        return {i: scores[(i + 1) * width - len(row) : (i + 1) * width] for i, row in ids.items()}
+
+    def most_in_rows(self, cache: Cache) -> int:
+        """Maximum tokens per row and call of `read_rows`."""
+        return MOST if BATCH in self._run and cache.window is None else 1
 
     def most(self, cache: Cache, length: int) -> int:
-        """Maximum tokens per call after `length` cached tokens. A call for 2 to FEW tokens writes FEW slots."""
+        """Maximum tokens per call after `length` cached tokens. Code for FEW tokens writes FEW slots."""
+        if (most := self.most_in_rows(cache)) > 1:
+            return max(1, min(most, cache.capacity - length))
         takes_few = FEW in self._run and cache.window is None and length + FEW <= cache.capacity
         return FEW if takes_few else 1
 
     def __call__(self, ids: Sequence[int], cache: Cache) -> list[Scores]:
         """Scores after each of these new tokens, at most `most` of them; the cache has one row.
 
-        The first token of a text needs the code for FEW tokens.
+        The first token of a text needs the code for several tokens.
         """
+        if (len(ids) > 1 or not cache.max_length) and BATCH in self._run:
+            slot, slot_positions = cache.start_row(len(ids), len(ids))
+            arguments = torch.tensor([[*ids]]), *[slot_positions[None, slot:]] * 2, slot_positions[None]
+            logits, summary = self._run[BATCH]([*arguments, *cache.keys, *cache.values])
+            cache.advance(torch.tensor([len(ids)]))
+            return _scores(summary, logits)
         n = 1 if len(ids) == 1 and cache.max_length else FEW
         (id_view, slot_view), (slot, slot_positions) = _numbers.views[n], cache.start_row(len(ids), n)
         id_view[:] = ids if len(ids) == n else [*ids, *[ids[-1]] * (n - len(ids))]
@@ -414,7 +436,7 @@ def join_parts(model: nn.Module, layers: Sequence[Run], head: Run) -> Run:
         of_rows = len(places) == 3
         with _OneRow(_FORMS):
             ctx = (_RowContext if of_rows else _StepContext)(keys, values, *places)
-            x = embed(ids[:, None] if of_rows else ids[None], ctx)
+            x = embed(ids if of_rows else ids[None], ctx)
         for layer, k, v in zip(layers, keys, values, strict=True):
             (x,) = layer([x, *places, k, v])
         return head([x])

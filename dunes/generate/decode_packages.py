@@ -33,6 +33,7 @@ from dunes.files import atomic, json_file
 from dunes.files.atomic import cache_home, folder_lock, staging_folder
 from dunes.generate import generate
 from dunes.generate.decode_graph import (
+    BATCH,
     FEW,
     ROWS,
     STACK,
@@ -63,10 +64,17 @@ from dunes.parts.decoder import recurrent_part
 from dunes.tree.summary import stable_repr
 
 PACKAGE, CARD, CHOSEN, FORMAT = "native.so", "package.json", "chosen-", 7
-FILES = {1: PACKAGE, FEW: "native-few.so", TEXT: "native-text.so", ROWS: "native-rows.so"}
-"""Names of native code files by number of tokens. All packages have the first file; some also have a file for FEW
-tokens, for the start of a text (TEXT), or for a token in each of several rows (ROWS)."""
-HEADS = {1: "native-head.so", FEW: "native-few-head.so", ROWS: "native-rows-head.so"}
+FILES = {
+    1: PACKAGE,
+    BATCH: "native-batch.so",
+    TEXT: "native-text.so",
+    FEW: "native-few.so",
+    ROWS: "native-rows.so",
+}
+"""Names of native code files by number of tokens. All packages have the first file; some also have a file for the
+start of a text (TEXT), and for several tokens in several rows (BATCH), or else for FEW tokens and for a token in
+each of several rows (ROWS)."""
+HEADS = {n: FILES[n].replace(".so", "-head.so") for n in (1, BATCH, FEW, ROWS)}
 """Names of the heads' files in packages where blocks of one form are compiled once; see `_layer_file`."""
 PRODUCTS = "row-products.so"
 """Name of the library that steps for several rows call; missing if it does not compile."""
@@ -178,6 +186,9 @@ def compile_step(
     if (_read_choice(model, folder) or _dtype(model)) != choice:
         atomic.write_file(_record(model, folder), str(choice).encode())
     for tokens in HEADS if not whole and layer_forms(model) else FILES:
+        names = {HEADS[BATCH], FILES[BATCH]} & {*native_files(package)}
+        if tokens in ((BATCH, ROWS) if whole else (FEW, ROWS) if names else ()):
+            continue
         with suppress(ValueError):
             _add(model, choice, package, tokens, whole)
     return package, choice
@@ -239,13 +250,13 @@ def _add(model: nn.Module, dtype: torch.dtype, package: Path, tokens: int, whole
             raise ValueError(f"decoding cannot be compiled: {reason}. Uncompiled, it is several times slower")
         with warnings.catch_warnings(), staging_folder(package / name) as staged:
             warnings.simplefilter("ignore")  # torch warns of its own deprecations
-            options = {TEXT: TEXT_OPTIONS, ROWS: ROW_OPTIONS}.get(tokens, OPTIONS)
+            options = {TEXT: TEXT_OPTIONS, ROWS: ROW_OPTIONS, BATCH: ROW_OPTIONS}.get(tokens, OPTIONS)
             computed = _dtype(model) if tokens == TEXT else dtype
             parts = _export_parts(model, dtype, tokens) if by_layer else [(name, _export(model, computed, tokens))]
             for file, graph in parts:
                 compile_graph(graph, staged / file, options)
             with suppress(ValueError):
-                if tokens == ROWS:
+                if tokens in (ROWS, BATCH):
                     row_products.compile_library(staged / PRODUCTS)
             _bind(model, staged, [file.name for file in staged.iterdir()], dtype)
             for part in sorted(staged.iterdir()):
@@ -421,7 +432,9 @@ def bind_step(
     step.state, step.example = model_state(model), cache
     exact = own if _dtype(model) == torch.float32 else _exact_logits(model, cache)
     rows = cache.select_rows(torch.tensor([0, 0]))
-    for n, (file, _) in files.items():
+    checks = [(n, file) for n, (file, _) in files.items() if n != BATCH]
+    checks += [(n, files[BATCH][0]) for n in (FEW, ROWS) if BATCH in files]
+    for n, file in checks:
         ids = [*range({TEXT: CHECKED, ROWS: 2}.get(n, n), 0, -1)]
         lengths = [CHECKED - len(ids)] if n != ROWS else [CHECKED - 2, CHECKED - 1]
         used = rows if n == ROWS else cache
@@ -453,7 +466,7 @@ def _load(model: nn.Module, file: Path, weights: Mapping[str, Tensor]) -> Run:
 
 def _run(step: CompiledStep, tokens: int) -> Callable[[list[int], Cache], list[Scores]]:
     """The step's method for this number of tokens; for ROWS, the ids are one per row."""
-    rows = lambda ids, cache: [*step.read_rows(dict(enumerate(ids)), cache).values()]
+    rows = lambda ids, cache: [*chain(*step.read_rows({i: [id] for i, id in enumerate(ids)}, cache).values())]
     return {TEXT: step.read_text, ROWS: rows}.get(tokens, step)
 
 
@@ -526,7 +539,8 @@ def _export(model: nn.Module, dtype: torch.dtype, tokens: int) -> torch.export.E
     with buffers_unchanged(model):
         cache, _ = _check_tokens(model)
     with tree.mode(model, False):
-        step = {TEXT: TextGraph, ROWS: RowGraph}.get(tokens, DecodeGraph)(outline(model, dtype)).eval()
+        form = {TEXT: TextGraph, ROWS: RowGraph, BATCH: RowGraph}.get(tokens, DecodeGraph)
+        step = form(outline(model, dtype)).eval()
     with torch.autocast("cpu", enabled=False):  # autocast would add its casts to the graph
         return export_graph(lambda: export_decode_graph(step, cache, tokens))
 
@@ -538,14 +552,15 @@ def _export_parts(
     with buffers_unchanged(model):
         cache, _ = _check_tokens(model)
     with tree.mode(model, False), torch.autocast("cpu", enabled=False):
-        slots = torch.arange(3 if tokens == ROWS else tokens)
-        places = [slots, slots, slots.repeat(3, 1)] if tokens == ROWS else [slots, slots]
+        of_rows = tokens in (ROWS, BATCH)
+        slots = torch.arange(2 if tokens == BATCH else 1).repeat(3, 1) if of_rows else torch.arange(tokens)
+        places = [slots, slots, slots] if of_rows else [slots, slots]
         (x,) = join_parts(model, [], lambda inputs: inputs)([torch.zeros_like(slots), *places])
         inner: Any = outline(model, dtype).eval()
         head = HeadGraph(Decoder(inner.embed, [], inner.norm, inner.head, inner.softcap)).eval()
         yield HEADS[tokens], export_graph(lambda: export_decode_graph(head, cache, tokens, x))
         for layer in sorted({*layer_forms(model)}):
-            graph = RowLayerGraph if tokens == ROWS else LayerGraph
+            graph = RowLayerGraph if of_rows else LayerGraph
             step, of_layer = graph(inner.get_submodule(f"blocks.{layer}")), copy(cache)
             of_layer.keys, of_layer.values = [cache.keys[layer]], [cache.values[layer]]
             name = _layer_file(Path(HEADS[tokens]), layer).name
