@@ -45,8 +45,6 @@ from dunes.generate.decode_graph import (
     DecodeGraph,
     HeadGraph,
     LayerGraph,
-    RowGraph,
-    RowLayerGraph,
     TextGraph,
     export_decode_graph,
     join_parts,
@@ -163,8 +161,8 @@ def test_the_exported_step_of_rows_gives_the_models_logits(name, tokens):
 
 
 def exported_rows(model, tokens):
-    run = export_decode_graph(RowGraph(model).eval(), example_cache(model), tokens).module()
-    return lambda inputs: run(*inputs[:4], *halves(inputs[4:]))
+    run = export_decode_graph(DecodeGraph(model).eval(), example_cache(model), tokens).module()
+    return lambda inputs: run(*inputs[:3], *halves(inputs[3:]))
 
 
 def halves(tensors):
@@ -211,7 +209,7 @@ class PlainStep(CompiledStep):
         self.native, self.dtype, self.calls, self.reads_texts = True, torch.float32, 0, texts
         self.reads_rows = rows or batch
         self.state, self.example, step = model_state(model), example_cache(model), DecodeGraph(model)
-        text_step, row_step = TextGraph(model), RowGraph(model)
+        text_step = TextGraph(model)
 
         @torch.no_grad()
         def run(inputs):
@@ -225,13 +223,8 @@ class PlainStep(CompiledStep):
             self.calls += 1
             return text_step(ids, *halves(tensors))
 
-        @torch.no_grad()
-        def run_rows(inputs):
-            self.calls += 1
-            return row_step(*inputs[:4], *halves(inputs[4:]))
-
-        self._run = dict.fromkeys((1, FEW) if few else (1,), run) | {TEXT: run_text, ROWS: run_rows}
-        self._run |= {BATCH: run_rows} if batch else {}
+        self._run = dict.fromkeys((1, FEW) if few else (1,), run) | {TEXT: run_text, ROWS: run}
+        self._run |= {BATCH: run} if batch else {}
 
 
 class Fresh(Sampler):
@@ -324,7 +317,7 @@ def test_numbers_that_are_none_stay_in_no_slot():
     step = PlainStep(model, rows=True)
 
     def run_rows(inputs):
-        for tensor in inputs[4:]:
+        for tensor in inputs[3:]:
             tensor[:, :, 3] = torch.nan
         return torch.full((2, 300), torch.nan), torch.tensor([[0.0, torch.nan, torch.nan]] * 2)
 
@@ -651,11 +644,9 @@ def test_the_parts_of_a_step_together_give_the_models_logits(name):
         *of_tokens, k, v = inputs
         return [graph(*of_tokens, [k], [v])]
 
-    def joined(form):
-        layers = [partial(layer, form(block)) for block in model.blocks]
-        return join_parts(model, layers, lambda inputs: HeadGraph(model)(*inputs))
-
-    step = CompiledStep({1: joined(LayerGraph), ROWS: joined(RowLayerGraph)}, torch.float32)
+    layers = [partial(layer, LayerGraph(block)) for block in model.blocks]
+    joined = join_parts(model, layers, lambda inputs: HeadGraph(model)(*inputs))
+    step = CompiledStep(dict.fromkeys((1, ROWS), joined), torch.float32)
     assert (logits_of(model, step) - logits_of(model)).abs().max() < 1e-4
     assert_rows_are_read(model, step)
 

@@ -44,7 +44,7 @@ TEXT = 0
 ROWS = -1
 """Key of the step for one token in each of several rows."""
 BATCH = -2
-"""Key of the step for up to MOST tokens in each row, which replaces the steps for FEW tokens and for ROWS."""
+"""Key of the step for up to MOST tokens in each of several rows. Models with quantized layers do not have it."""
 MOST = 32
 """Maximum tokens of a row for the step for a BATCH, which takes half the time of the model's forward."""
 
@@ -66,8 +66,13 @@ class DecodeGraph(nn.Module):
         self, ids: Tensor, slots: Tensor, slot_positions: Tensor, keys: list[Tensor], values: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Arguments: new ids (T,), slots (T,) to write, the position of the token in each readable slot
-        (S,), and for each layer keys and values (1, K, slots, D)."""
-        return self.score(self._hidden(ids[None], _StepContext(keys, values, slots, slot_positions)))
+        (S,), and for each layer keys and values (1, K, slots, D).
+
+        For R rows: ids (R, T), slots and positions (2, R, T) of the ids, slot_positions (R, S), keys and values
+        (R, K, slots, D). Positions of padding and of empty slots are -1. The logits are (R * T, V).
+        """
+        ids = ids if slots.dim() == 3 else ids[None]
+        return self.score(self._hidden(ids, _context(keys, values, slots, slot_positions)))
 
     def _hidden(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         assert isinstance(self.model, Decoder)
@@ -95,14 +100,11 @@ class LayerGraph(nn.Module):
     def forward(
         self, x: Tensor, slots: Tensor, slot_positions: Tensor, keys: list[Tensor], values: list[Tensor]
     ) -> Tensor:
-        """The block's outputs for inputs x (1, T, dim); other arguments are as in `DecodeGraph`, for one layer.
+        """The block's outputs for inputs x (B, T, dim); other arguments are as in `DecodeGraph`, for one layer.
 
         Raises ValueError for a block that passes tensors to later blocks, or whose outputs have another dtype.
         """
-        return self.compute(x, _StepContext(keys, values, slots, slot_positions))
-
-    def compute(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """The block's outputs for inputs x (B, T, dim)."""
+        ctx = _context(keys, values, slots, slot_positions)
         y: Tensor = self.block(x, ctx, 0)
         if ctx.carried or y.dtype != x.dtype:
             raise ValueError("expected a block that passes no tensors to later blocks and keeps the dtype")
@@ -127,40 +129,6 @@ class TextGraph(DecodeGraph):
     def forward(self, ids: Tensor, keys: list[Tensor], values: list[Tensor]) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Arguments: ids (T,), and per layer keys and values (1, K, slots, D); the first T slots are written."""
         return self.score(self._hidden(ids[None], _TextContext(keys, values, torch.arange(ids.shape[0])))[:, -1:])
-
-
-class RowGraph(DecodeGraph):
-    """A step for T new tokens in each of R rows; its matrix products are calls of `ops.row_products`."""
-
-    def forward(  # type: ignore[override]
-        self,
-        ids: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        slot_positions: Tensor,
-        keys: list[Tensor],
-        values: list[Tensor],
-    ) -> tuple[Tensor, Tensor]:
-        """Arguments: new ids (R, T), slots (R, T) to write, positions (R, T) of the ids (-1 for padding),
-        positions (R, S) of the tokens in readable slots (-1 if empty), and for each layer keys and values (R, K,
-        slots, D). The logits are (R * T, V)."""
-        return self.score(self._hidden(ids, _RowContext(keys, values, slots, positions, slot_positions)))
-
-
-class RowLayerGraph(LayerGraph):
-    """One block of a `RowGraph`."""
-
-    def forward(  # type: ignore[override]
-        self,
-        x: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        slot_positions: Tensor,
-        keys: list[Tensor],
-        values: list[Tensor],
-    ) -> Tensor:
-        """The block's outputs for inputs x (R, T, dim); other arguments are as in `RowGraph`, for one layer."""
-        return self.compute(x, _RowContext(keys, values, slots, positions, slot_positions))
 
 
 class _TextContext(ForwardContext):
@@ -189,11 +157,9 @@ class _TextContext(ForwardContext):
 class _RowContext(ForwardContext):
     """Context of new tokens in several rows; they attend to the slots of their row inside the layer's window."""
 
-    def __init__(
-        self, keys: list[Tensor], values: list[Tensor], slots: Tensor, positions: Tensor, slot_positions: Tensor
-    ) -> None:
-        super().__init__(positions)
-        self.keys, self.values, self.slots, self.slot_positions = keys, values, slots, slot_positions
+    def __init__(self, keys: list[Tensor], values: list[Tensor], slots: Tensor, slot_positions: Tensor) -> None:
+        super().__init__(slots[1])
+        self.keys, self.values, self.slots, self.slot_positions = keys, values, slots[0], slot_positions
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         rows, readable = torch.arange(self.slots.shape[0])[:, None, None], self.slot_positions.shape[1]
@@ -242,20 +208,24 @@ class _StepContext(ForwardContext):
         return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
+def _context(keys: list[Tensor], values: list[Tensor], slots: Tensor, slot_positions: Tensor) -> ForwardContext:
+    return (_RowContext if slots.dim() == 3 else _StepContext)(keys, values, slots, slot_positions)
+
+
 def export_decode_graph(
     graph: DecodeGraph | LayerGraph, cache: Cache, tokens: int = 1, x: Tensor | None = None
 ) -> torch.export.ExportedProgram:
     """Export the graph, for caches of any capacity with the dtypes of `cache` (8 slots, some of them filled).
 
-    A graph of a part of the model needs an example `x` of its inputs (1, tokens, dim), or (3, T, dim) for rows.
-
-    The graph of a `TextGraph` accepts any number of tokens above FEW. In any other graph, operations are replaced
-    by functions that Inductor fuses. Raises any error of torch.export for parts that it cannot trace.
+    With ROWS or BATCH as `tokens`, the graph is for several rows. A graph of a part of the model needs an example
+    `x` of its inputs (1, tokens, dim), or (3, T, dim) for rows. The graph of a `TextGraph` accepts any number of
+    tokens above FEW. In any other graph, operations are replaced by functions that Inductor fuses. Raises any error
+    of torch.export for parts that it cannot trace.
     """
     args: tuple[Any, ...]
     shapes: dict[str, Any] = {}
     name, rows, row = "ids" if x is None else "x", dict[int, Any](), dict[int, Any]()
-    if isinstance(graph, RowGraph | RowLayerGraph) or (x is not None and len(x) > 1):
+    if tokens in (ROWS, BATCH):
         several = {1: torch.export.Dim("tokens", min=1)} if tokens == BATCH else {}
         rows = {0: torch.export.Dim("rows", min=1 if several else 2)}
         row = rows | several
@@ -270,8 +240,10 @@ def export_decode_graph(
         readable, least = torch.export.Dim("readable", min=2), 4
         cache = cache.select_rows(torch.zeros(3, dtype=torch.long))
         last = torch.arange(5 if several else 6, 7).repeat(3, 1)
-        args = (torch.zeros_like(last) if x is None else x, last, last, torch.arange(7).repeat(3, 1))
-        shapes |= {name: row, "slots": row, "positions": row, "slot_positions": rows | {1: readable}}
+        first = torch.zeros_like(last) if x is None else x
+        args = (first, torch.stack([last, last]), torch.arange(7).repeat(3, 1))
+        of_slots = {dim + 1: size for dim, size in row.items()}
+        shapes |= {name: row, "slots": of_slots, "slot_positions": rows | {1: readable}}
     else:
         # For caches in half precision, tracing requires more slots than readable slots.
         readable, least = torch.export.Dim("readable", min=max(2, tokens)), max(4, tokens + 1)
@@ -345,7 +317,7 @@ class CompiledStep:
         new = torch.tensor([[False] * n + [True] * (width - n) for n in missing])
         positions = cache.start(new if any(missing) else width).expand(cache.batch, width)
         slot_positions = cache.slot_positions(positions.amax(1)).expand(cache.batch, -1)[:, : cache.max_length]
-        arguments = tokens, *(t.contiguous() for t in (cache.slots(positions), positions, slot_positions))
+        arguments = tokens, torch.stack([cache.slots(positions), positions]), slot_positions.contiguous()
         run = self._run[BATCH if BATCH in self._run else ROWS]
         logits, summary = run([*arguments, *cache.keys, *cache.values])
         cache.advance((positions >= 0).sum(1))
@@ -357,20 +329,25 @@ class CompiledStep:
         return MOST if BATCH in self._run and cache.window is None else 1
 
     def most(self, cache: Cache, length: int) -> int:
-        """Maximum tokens per call after `length` cached tokens. Code for FEW tokens writes FEW slots."""
+        """Maximum tokens per call after `length` cached tokens."""
         if (most := self.most_in_rows(cache)) > 1:
             return max(1, min(most, cache.capacity - length))
-        takes_few = FEW in self._run and cache.window is None and length + FEW <= cache.capacity
-        return FEW if takes_few else 1
+        return FEW if self._takes_few(cache, length) else 1
+
+    def _takes_few(self, cache: Cache, length: int) -> bool:
+        """True if the code for FEW tokens can run, which writes FEW slots."""
+        return FEW in self._run and cache.window is None and length + FEW <= cache.capacity
 
     def __call__(self, ids: Sequence[int], cache: Cache) -> list[Scores]:
         """Scores after each of these new tokens, at most `most` of them; the cache has one row.
 
         The first token of a text needs the code for several tokens.
         """
-        if (len(ids) > 1 or not cache.max_length) and BATCH in self._run:
+        takes_few = len(ids) <= FEW and self._takes_few(cache, cache.max_length)
+        if BATCH in self._run and not takes_few and (len(ids) > 1 or not cache.max_length):
             slot, slot_positions = cache.start_row(len(ids), len(ids))
-            arguments = torch.tensor([[*ids]]), *[slot_positions[None, slot:]] * 2, slot_positions[None]
+            new = slot_positions[slot:].expand(2, 1, -1).contiguous()
+            arguments = torch.tensor([[*ids]]), new, slot_positions[None]
             logits, summary = self._run[BATCH]([*arguments, *cache.keys, *cache.values])
             cache.advance(torch.tensor([len(ids)]))
             return _scores(summary, logits)
@@ -431,14 +408,12 @@ def join_parts(model: nn.Module, layers: Sequence[Run], head: Run) -> Run:
 
     @torch.no_grad()
     def run(inputs: list[Tensor]) -> list[Tensor]:
-        first_key, first_value = len(inputs) - 2 * len(layers), len(inputs) - len(layers)
-        (ids, *places), keys, values = inputs[:first_key], inputs[first_key:first_value], inputs[first_value:]
-        of_rows = len(places) == 3
+        ids, slots, slot_positions, *caches = inputs
+        keys, values = caches[: len(layers)], caches[len(layers) :]
         with _OneRow(_FORMS):
-            ctx = (_RowContext if of_rows else _StepContext)(keys, values, *places)
-            x = embed(ids if of_rows else ids[None], ctx)
+            x = embed(ids if slots.dim() == 3 else ids[None], _context(keys, values, slots, slot_positions))
         for layer, k, v in zip(layers, keys, values, strict=True):
-            (x,) = layer([x, *places, k, v])
+            (x,) = layer([x, slots, slot_positions, k, v])
         return head([x])
 
     return run

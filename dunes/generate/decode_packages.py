@@ -42,8 +42,6 @@ from dunes.generate.decode_graph import (
     DecodeGraph,
     HeadGraph,
     LayerGraph,
-    RowGraph,
-    RowLayerGraph,
     Run,
     Scores,
     TextGraph,
@@ -72,8 +70,8 @@ FILES = {
     ROWS: "native-rows.so",
 }
 """Names of native code files by number of tokens. All packages have the first file; some also have a file for the
-start of a text (TEXT), and for several tokens in several rows (BATCH), or else for FEW tokens and for a token in
-each of several rows (ROWS)."""
+start of a text (TEXT), for FEW tokens, and for several tokens in each of several rows (BATCH), or else for one
+token in each of them (ROWS)."""
 HEADS = {n: FILES[n].replace(".so", "-head.so") for n in (1, BATCH, FEW, ROWS)}
 """Names of the heads' files in packages where blocks of one form are compiled once; see `_layer_file`."""
 PRODUCTS = "row-products.so"
@@ -185,12 +183,12 @@ def compile_step(
     package = folder / str(choice)
     if (_read_choice(model, folder) or _dtype(model)) != choice:
         atomic.write_file(_record(model, folder), str(choice).encode())
-    for tokens in HEADS if not whole and layer_forms(model) else FILES:
-        names = {HEADS[BATCH], FILES[BATCH]} & {*native_files(package)}
-        if tokens in ((BATCH, ROWS) if whole else (FEW, ROWS) if names else ()):
-            continue
-        with suppress(ValueError):
-            _add(model, choice, package, tokens, whole)
+    steps = [[FEW], [TEXT]] if whole else [[BATCH, ROWS], [FEW], *([] if layer_forms(model) else [[TEXT]])]
+    for forms in steps:
+        for tokens in forms:  # the first one that can be compiled
+            with suppress(ValueError):
+                _add(model, choice, package, tokens, whole)
+                break
     return package, choice
 
 
@@ -539,8 +537,7 @@ def _export(model: nn.Module, dtype: torch.dtype, tokens: int) -> torch.export.E
     with buffers_unchanged(model):
         cache, _ = _check_tokens(model)
     with tree.mode(model, False):
-        form = {TEXT: TextGraph, ROWS: RowGraph, BATCH: RowGraph}.get(tokens, DecodeGraph)
-        step = form(outline(model, dtype)).eval()
+        step = (TextGraph if tokens == TEXT else DecodeGraph)(outline(model, dtype)).eval()
     with torch.autocast("cpu", enabled=False):  # autocast would add its casts to the graph
         return export_graph(lambda: export_decode_graph(step, cache, tokens))
 
@@ -552,16 +549,16 @@ def _export_parts(
     with buffers_unchanged(model):
         cache, _ = _check_tokens(model)
     with tree.mode(model, False), torch.autocast("cpu", enabled=False):
-        of_rows = tokens in (ROWS, BATCH)
-        slots = torch.arange(2 if tokens == BATCH else 1).repeat(3, 1) if of_rows else torch.arange(tokens)
-        places = [slots, slots, slots] if of_rows else [slots, slots]
-        (x,) = join_parts(model, [], lambda inputs: inputs)([torch.zeros_like(slots), *places])
+        positions = torch.arange({ROWS: 1, BATCH: 2}.get(tokens, tokens))
+        if tokens in (ROWS, BATCH):
+            positions = positions.repeat(3, 1)
+        slots = torch.stack([positions, positions]) if tokens in (ROWS, BATCH) else positions
+        (x,) = join_parts(model, [], lambda inputs: inputs)([torch.zeros_like(positions), slots, positions])
         inner: Any = outline(model, dtype).eval()
         head = HeadGraph(Decoder(inner.embed, [], inner.norm, inner.head, inner.softcap)).eval()
         yield HEADS[tokens], export_graph(lambda: export_decode_graph(head, cache, tokens, x))
         for layer in sorted({*layer_forms(model)}):
-            graph = RowLayerGraph if of_rows else LayerGraph
-            step, of_layer = graph(inner.get_submodule(f"blocks.{layer}")), copy(cache)
+            step, of_layer = LayerGraph(inner.get_submodule(f"blocks.{layer}")), copy(cache)
             of_layer.keys, of_layer.values = [cache.keys[layer]], [cache.values[layer]]
             name = _layer_file(Path(HEADS[tokens]), layer).name
             yield name, export_graph(lambda: export_decode_graph(step, of_layer, tokens, x))  # noqa: B023
