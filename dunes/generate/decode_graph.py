@@ -219,8 +219,8 @@ def export_decode_graph(
 
     With ROWS or BATCH as `tokens`, the graph is for several rows. A graph of a part of the model needs an example
     `x` of its inputs (1, tokens, dim), or (3, T, dim) for rows. The graph of a `TextGraph` accepts any number of
-    tokens above FEW. In any other graph, operations are replaced by functions that Inductor fuses. Raises any error
-    of torch.export for parts that it cannot trace.
+    tokens above FEW. In any other graph, operations are replaced by functions that Inductor fuses. Raises any
+    error of torch.export for parts that it cannot trace.
     """
     args: tuple[Any, ...]
     shapes: dict[str, Any] = {}

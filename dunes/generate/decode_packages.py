@@ -62,13 +62,8 @@ from dunes.parts.decoder import recurrent_part
 from dunes.tree.summary import stable_repr
 
 PACKAGE, CARD, CHOSEN, FORMAT = "native.so", "package.json", "chosen-", 7
-FILES = {
-    1: PACKAGE,
-    BATCH: "native-batch.so",
-    TEXT: "native-text.so",
-    FEW: "native-few.so",
-    ROWS: "native-rows.so",
-}
+NAMES = {FEW: "few", TEXT: "text", BATCH: "batch", ROWS: "rows"}
+FILES = {1: PACKAGE} | {n: f"native-{name}.so" for n, name in NAMES.items()}
 """Names of native code files by number of tokens. All packages have the first file; some also have a file for the
 start of a text (TEXT), for FEW tokens, and for several tokens in each of several rows (BATCH), or else for one
 token in each of them (ROWS)."""
@@ -183,8 +178,8 @@ def compile_step(
     package = folder / str(choice)
     if (_read_choice(model, folder) or _dtype(model)) != choice:
         atomic.write_file(_record(model, folder), str(choice).encode())
-    steps = [[FEW], [TEXT]] if whole else [[BATCH, ROWS], [FEW], *([] if layer_forms(model) else [[TEXT]])]
-    for forms in steps:
+    steps = [[FEW], [TEXT]] if whole or not layer_forms(model) else [[FEW]]
+    for forms in steps if whole else [*steps, [BATCH, ROWS]]:
         for tokens in forms:  # the first one that can be compiled
             with suppress(ValueError):
                 _add(model, choice, package, tokens, whole)
