@@ -1,10 +1,10 @@
-"""Decode graphs: the forward of one or a few new tokens in one row, or of one token in each of several rows,
+"""Decode graphs: the forward of one or a few new tokens in one row, or of new tokens in each of several rows,
 written so that it can be compiled ahead of time.
 
 The model's own parts are traced. Some operations in them are replaced by functions that Inductor fuses into
-few loops. A matrix product becomes a multiplication and a sum, with weights of any dtype. Attention reads the
-cache's readable slots, whose number is dynamic; without a window, it needs no mask for a single token. The cache
-is changed in place.
+few loops. A matrix product becomes a multiplication and a sum, with weights of any dtype, or for several rows a
+call of `ops.row_products`. Attention reads the cache's readable slots, whose number is dynamic; without a window,
+it needs no mask for a single token. The cache is changed in place.
 """
 
 # Shapes: T new tokens, K key/value heads, S readable slots, D head dim, V vocabulary.

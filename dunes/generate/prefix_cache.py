@@ -42,8 +42,8 @@ class PrefixCache:
     """The KV cache of a model and the ids in each of its rows. The model's weights must not change.
 
     `activate(names)` returns a context manager in which row i of a forward uses the adapter `names[i]`; by default
-    all rows use the model's active adapter. `step`, if set, computes a few new tokens of a single row, or one
-    token of each of several rows. `format` quantizes keys and values; with it, `step` is not used.
+    all rows use the model's active adapter. `step`, if set, computes a few new tokens of a single row or of each
+    of several rows. `format` quantizes keys and values; with it, `step` is not used.
     """
 
     def __init__(
