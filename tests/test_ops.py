@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from dunes.ops import cross_entropy, float32_products, gated, int_linear, low_rank, rms_norm, rotary
+from dunes.ops import cross_entropy, float32_products, gated, int_linear, low_rank, rms_norm, rotary, row_products
 from dunes.ops import scaled_dot_product as attention
 from dunes.ops.float32_products import Float32Products, add_gram, mirror, plain_gram
 
@@ -83,6 +83,62 @@ def test_bfloat16_products_in_float32_are_rounded_once(monkeypatch):
     assert torch.equal(attended, attend(q.float(), k.float(), v.float(), is_causal=True).bfloat16())
     assert torch.equal(masked, attend(q.float(), k.float(), v.float()).bfloat16())
     assert torch.equal(few, linear(x[:1], weight)), "converting weights does not pay for few tokens"
+
+
+@pytest.fixture(scope="module", params=["plain", pytest.param("kernel", marks=pytest.mark.slow)])
+def products(request, tmp_path_factory):
+    """A form of `row_products`; once the kernel is loaded, it stays loaded."""
+    if request.param == "plain":
+        return row_products.plain
+    path = tmp_path_factory.mktemp("library") / "row_products.so"
+    row_products.compile_library(path)
+    row_products.load_library(path)
+    return torch.ops.dunes.row_products
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("outputs", [1, 3, 4, 21, 130])
+@pytest.mark.parametrize("inputs", [1, 15, 64, 389])
+def test_products_of_a_few_rows(products, dtype, outputs, inputs):
+    torch.manual_seed(0)
+    weight, rows = torch.randn(outputs, inputs).to(dtype), torch.randn(17, inputs)
+    every = products(rows, weight)
+    close(every.double(), rows.double() @ weight.double().T)
+    for n in range(1, 18):
+        for x, want in ((rows[:n], every[:n]), (rows[-n:], every[-n:]), (rows.T.contiguous().T[:n], every[:n])):
+            y = products(x, weight)
+            close(y, want)
+            assert products is row_products.plain or torch.equal(y, want), "a row depends on other rows"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("products", ["kernel"], indirect=True)
+def test_products_of_a_few_rows_by_several_threads(products):
+    torch.manual_seed(0)
+    x, weight, threads = torch.randn(5, 700), torch.randn(1001, 700).bfloat16(), torch.get_num_threads()
+    results = []
+    try:
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            results.append(products(x, weight))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(y, results[0]) for y in results)
+
+
+def test_products_of_a_few_rows_as_an_operator(products):
+    x, weight, bias = torch.randn(2, 3, 6), torch.randn(4, 6).bfloat16(), torch.randn(4)
+    torch.library.opcheck(torch.ops.dunes.row_products.default, (x[0], weight))
+    close(row_products.linear(x, weight, bias), F.linear(x, weight.float(), bias))
+    empty = products(x[0, :0], weight), products(x[0], weight[:0]), products(x[0, :, :0], weight[:, :0])
+    assert [y.tolist() for y in empty] == [[], [[]] * 3, [[0.0] * 4] * 3]
+
+
+def test_products_of_a_few_rows_refuse_other_shapes_and_dtypes(products):
+    x, weight = torch.randn(2, 6), torch.randn(3, 6)
+    for wrong in ((x, weight[:, :5]), (x.bfloat16(), weight), (x[0, :5], weight), (x, weight[0, :5])):
+        with pytest.raises(RuntimeError):
+            products(*wrong)
 
 
 @pytest.mark.parametrize("instructions", [True, False])

@@ -36,14 +36,15 @@ from dunes.generate import (
 )
 from dunes.generate import decode_packages as step_package
 from dunes.generate.decode_graph import (
+    BATCH,
     FEW,
+    MOST,
     ROWS,
     TEXT,
     CompiledStep,
     DecodeGraph,
     HeadGraph,
     LayerGraph,
-    RowGraph,
     TextGraph,
     export_decode_graph,
     join_parts,
@@ -145,16 +146,23 @@ def test_the_exported_step_gives_the_models_logits(name, n, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2", "window", "alibi", "scored", "lora", "int8", "int4"])
 @torch.no_grad()
-def test_the_exported_step_of_rows_gives_the_models_logits(name):
+@pytest.mark.parametrize("tokens", [ROWS, BATCH])
+def test_the_exported_step_of_rows_gives_the_models_logits(name, tokens):
     model = MODELS[name]()
     step = PlainStep(model, rows=True)
-    step._run = {ROWS: exported_rows(model)}
+    if tokens == BATCH and name in ("int8", "int4"):
+        with pytest.raises(Exception, match="tokens"):  # few tokens are multiplied by the codes
+            exported_rows(model, tokens)
+        return
+    step._run = {1: step._run[1], tokens: exported_rows(model, tokens)}
     assert_rows_are_read(model, step)
+    if step.most_in_rows(cache_for(model, 1, 64)) > 1:
+        assert_a_few_are_computed_at_once(model, step)
 
 
-def exported_rows(model):
-    run = export_decode_graph(RowGraph(model).eval(), example_cache(model)).module()
-    return lambda inputs: run(*inputs[:4], *halves(inputs[4:]))
+def exported_rows(model, tokens):
+    run = export_decode_graph(DecodeGraph(model).eval(), example_cache(model), tokens).module()
+    return lambda inputs: run(*inputs[:3], *halves(inputs[3:]))
 
 
 def halves(tensors):
@@ -175,7 +183,7 @@ def assert_rows_are_read(model, step, tolerance=1e-5):
         new = torch.tensor([[i in ids] for i in range(4)])
         tokens = torch.tensor([[ids.get(i, 0)] for i in range(4)])
         expected = model(tokens, positions=other.start(new), cache=other)[:, 0]
-        for i, scores in step.read_rows(ids, cache).items():
+        for i, (scores,) in step.read_rows({i: [id] for i, id in ids.items()}, cache).items():
             largest = tolerance * float(expected[i].abs().max())
             assert (scores.logits - expected[i]).abs().max() < largest
             assert scores.best == int(scores.logits.argmax())
@@ -197,11 +205,11 @@ def example_cache(model):
 class PlainStep(CompiledStep):
     """What a CompiledStep computes, without a compiler."""
 
-    def __init__(self, model, few=False, texts=False, rows=False):
+    def __init__(self, model, few=False, texts=False, rows=False, batch=False):
         self.native, self.dtype, self.calls, self.reads_texts = True, torch.float32, 0, texts
-        self.reads_rows = rows
+        self.reads_rows = rows or batch
         self.state, self.example, step = model_state(model), example_cache(model), DecodeGraph(model)
-        text_step, row_step = TextGraph(model), RowGraph(model)
+        text_step = TextGraph(model)
 
         @torch.no_grad()
         def run(inputs):
@@ -215,12 +223,8 @@ class PlainStep(CompiledStep):
             self.calls += 1
             return text_step(ids, *halves(tensors))
 
-        @torch.no_grad()
-        def run_rows(inputs):
-            self.calls += 1
-            return row_step(*inputs[:4], *halves(inputs[4:]))
-
-        self._run = dict.fromkeys((1, FEW) if few else (1,), run) | {TEXT: run_text, ROWS: run_rows}
+        self._run = dict.fromkeys((1, FEW) if few else (1,), run) | {TEXT: run_text, ROWS: run}
+        self._run |= {BATCH: run} if batch else {}
 
 
 class Fresh(Sampler):
@@ -263,10 +267,11 @@ def test_a_step_gives_the_tokens_of_the_model(name, window, few):
 
 
 @pytest.mark.parametrize("name", ["own", "greedy", "penalty", "drawn", "stop"])
-@pytest.mark.parametrize("window", [None, 8])
-def test_rows_that_join_and_leave_have_the_tokens_of_the_model(name, window):
+@pytest.mark.parametrize(("window", "batch"), [(None, False), (8, False), (None, True), (8, True)])
+def test_rows_that_join_and_leave_have_the_tokens_of_the_model(name, window, batch, monkeypatch):
     model = model_of("mistral", window=window, tied=False) if window else model_of(tied=False)
-    step = PlainStep(model, rows=True)
+    step, forward, forwards = PlainStep(model, rows=True, batch=batch), PrefixCache._forward, []
+    monkeypatch.setattr(PrefixCache, "_forward", lambda *a: forwards.append(a[0].step) or forward(*a))
 
     def texts(step):
         requests = [Request([*range(5, 5 + n)], 10 + 9 * n, **REQUESTS[name]()) for n in (1, 4, 2)]
@@ -283,6 +288,8 @@ def test_rows_that_join_and_leave_have_the_tokens_of_the_model(name, window):
     want = texts(None)
     assert texts(step) == want
     assert step.calls > (1 if name == "stop" else 15)
+    reads_prompts = batch and window is None
+    assert forwards.count(step) == (1 if name == "stop" else 4) - reads_prompts
 
 
 @pytest.mark.parametrize("change", ["hook", "adapter", "autocast", "format", "two new ids"])
@@ -310,7 +317,7 @@ def test_numbers_that_are_none_stay_in_no_slot():
     step = PlainStep(model, rows=True)
 
     def run_rows(inputs):
-        for tensor in inputs[4:]:
+        for tensor in inputs[3:]:
             tensor[:, :, 3] = torch.nan
         return torch.full((2, 300), torch.nan), torch.tensor([[0.0, torch.nan, torch.nan]] * 2)
 
@@ -324,11 +331,13 @@ def test_numbers_that_are_none_stay_in_no_slot():
     torch.testing.assert_close(got, want)
 
 
-def test_a_text_is_read_and_proposals_are_verified_by_steps_of_a_few_tokens(monkeypatch):
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_text_is_read_and_proposals_are_verified_by_steps_of_a_few_tokens(batch, monkeypatch):
     model, forwards = model_of(tied=False), []
-    step = PlainStep(model, few=True)
+    step = PlainStep(model, few=True, batch=batch)
     monkeypatch.setattr(PrefixCache, "_forward", lambda *arguments: forwards.append(1))
     for capacity, calls in ((40, 4), (13, 4), (12, 5), (11, 5)):
+        calls = 3 if batch else calls
         before, cache, fresh = step.calls, PrefixCache(model, step=step), cache_for(model, 1, 40)
         cache.reserve(capacity)
         with torch.no_grad():
@@ -486,18 +495,29 @@ def test_a_hook_between_two_tokens_is_called(of_module):
     assert_same_tokens(tokens, tokens_of(model, None, {}))
 
 
-def assert_a_few_are_computed_at_once(step):
-    caches = Cache(1, 64), Cache(1, 64)
-    for cache in caches:
-        cache.allocate_like(step.example)
-        step([5, 6], cache)
-    assert step.most(caches[0], 0) == FEW
-    for ids in ([6, 7], [8, 9, 10], [11, 12, 13, 14], [15]):
-        few, single = step(ids, caches[0]), [step([id], caches[1])[0] for id in ids]
-        got, expected = (torch.stack([s.logits for s in scores]) for scores in (few, single))
-        assert (got - expected).abs().max() < 1e-5 * expected.abs().max()
-        assert [s.best for s in few] == [s.best for s in single]
-    assert torch.equal(*[cache.length for cache in caches])
+@torch.no_grad()
+def assert_a_few_are_computed_at_once(model, step):
+    """By the step as by the model in float32; in rows of unequal lengths too, if the step has code for a batch."""
+    cache, other = Cache(1, 64), Cache(1, 64)
+    cache.allocate_like(step.example)
+    assert step.most(cache, 0) == (FEW if step.most_in_rows(cache) == 1 else MOST)
+    limit = 1e-5 if step.dtype == torch.float32 else 0.1
+    for ids in ([5, 6], [6, 7], [8, 9, 10], [11, 12, 13, 14], [15]):
+        got, expected = step(ids, cache), model(torch.tensor([ids]), cache=other)[0]
+        assert (torch.stack([s.logits for s in got]) - expected).abs().max() < limit * expected.abs().max()
+    assert torch.equal(cache.length, other.length)
+    if step.most_in_rows(cache) == 1:
+        return
+    cache, other = cache_for(model, 3, 64), cache_for(model, 3, 64)
+    cache.allocate_like(step.example)
+    for rows in ([[3], [4, 5, 6], [7, 8]], [[9, 10, 11], [12], [13, 14, 15]], [[1] * 9] * 3):
+        ids = torch.tensor([[0] * (len(max(rows, key=len)) - len(row)) + row for row in rows])
+        real = torch.tensor([[False] * (ids.shape[1] - len(row)) + [True] * len(row) for row in rows])
+        expected = model(ids, positions=other.start(real), cache=other)
+        for i, scores in step.read_rows(dict(enumerate(rows)), cache).items():
+            want = expected[i, -len(scores) :]
+            assert (torch.stack([s.logits for s in scores]) - want).abs().max() < limit * want.abs().max()
+        assert torch.equal(cache.length, other.length)
 
 
 @torch.no_grad()
@@ -575,7 +595,7 @@ def test_the_compiled_step_gives_equal_greedy_ids(name, monkeypatch, home):
     assert step is not None
     assert dtype in step_package.TOLERANCE
     assert ids_of(model, step) == ids_of(model)
-    assert_a_few_are_computed_at_once(step)
+    assert_a_few_are_computed_at_once(model, step)
     if step.reads_texts:
         assert_texts_are_read(model, step)
     assert step.reads_rows == (name != "mixtral")
@@ -620,13 +640,15 @@ def test_a_step_is_compared_with_the_model_in_float32(name):
 def test_the_parts_of_a_step_together_give_the_models_logits(name):
     model = MODELS[name]()
 
-    def layer(block, inputs):
+    def layer(graph, inputs):
         *of_tokens, k, v = inputs
-        return [LayerGraph(block)(*of_tokens, [k], [v])]
+        return [graph(*of_tokens, [k], [v])]
 
-    layers = [partial(layer, block) for block in model.blocks]
-    step = CompiledStep({1: join_parts(model, layers, lambda inputs: HeadGraph(model)(*inputs))}, torch.float32)
+    layers = [partial(layer, LayerGraph(block)) for block in model.blocks]
+    joined = join_parts(model, layers, lambda inputs: HeadGraph(model)(*inputs))
+    step = CompiledStep(dict.fromkeys((1, ROWS), joined), torch.float32)
     assert (logits_of(model, step) - logits_of(model)).abs().max() < 1e-4
+    assert_rows_are_read(model, step)
 
 
 @needs_compiler
@@ -636,11 +658,13 @@ def test_a_step_by_layer_gives_equal_greedy_ids(name, monkeypatch, home):
     monkeypatch.setattr(step_package, "LAYERS_OF_A_FORM", 1)
     model = MODELS[name]()
     package, dtype = compile_step(model, 64, torch.float32)
-    names = {"native-head.so", "native-layer0.so", "native-few-head.so", "native-few-layer0.so"}
+    forms = "", "few-", "rows-" if name == "int8" else "batch-"
+    names = {f"native-{form}{part}.so" for form in forms for part in ("head", "layer0")}
     assert names <= {*step_package.native_files(package)}
     step = load_step(model, dtype)
     assert ids_of(model, step) == ids_of(model)
-    assert_a_few_are_computed_at_once(step)
+    assert_a_few_are_computed_at_once(model, step)
+    assert_rows_are_read(model, step)
 
 
 def test_native_code_is_not_loaded_where_threads_have_small_stacks(tmp_path):
@@ -791,7 +815,7 @@ def test_a_package_that_is_damaged_or_not_ours_is_not_used(monkeypatch, tmp_path
                 assert load_step(model) is None
             assert ids_of(model, step) == ids_of(model), "its code is in use"
         compile_step(model, 64)
-        assert_a_few_are_computed_at_once(load_step(model))
+        assert_a_few_are_computed_at_once(model, load_step(model))
     monkeypatch.setattr(type(model.blocks[0].mlp), "forward", lambda self, x: self.up(x)[..., : x.shape[-1]])
     with pytest.warns(UserWarning, match="from the model's"):
         assert load_step(model) is None

@@ -1,10 +1,10 @@
 """Decode graphs: forward passes that can be compiled ahead of time. A graph computes one or a few new tokens in
-one row, or one new token in each of several rows.
+one row, or new tokens in each of several rows.
 
 torch.export traces the model's own modules, with some operations replaced by functions that Inductor fuses into
-few loops. A matrix product becomes a multiplication and a sum, with weights of any dtype. Attention reads the
-cache's readable slots, whose number is dynamic. A single token needs a mask only for an attention window. New keys
-and values are written into the cache in place.
+few loops. A matrix product becomes a multiplication and a sum, with weights of any dtype; for several rows, it
+becomes a call of `ops.row_products`. Attention reads the cache's readable slots, whose number is dynamic. A single
+token needs a mask only for an attention window. New keys and values are written into the cache in place.
 """
 
 # Shapes: T new tokens, K key/value heads, S readable slots, D head dim, V vocabulary.
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dunes import tree
+from dunes.ops import row_products
 from dunes.ops.kernels import attempt
 from dunes.parts import Cache, Decoder
 from dunes.parts.context import ForwardContext
@@ -42,6 +43,10 @@ TEXT = 0
 """Key of the code for any number of tokens at the start of a text."""
 ROWS = -1
 """Key of the code for one token in each of several rows."""
+BATCH = -2
+"""Key of the code for up to MOST tokens in each of several rows. Models with quantized layers do not have it."""
+MOST = 32
+"""Maximum number of new tokens per row in a call for a BATCH, which takes half the time of the model's forward."""
 
 
 class DecodeGraph(nn.Module):
@@ -61,8 +66,13 @@ class DecodeGraph(nn.Module):
         self, ids: Tensor, slots: Tensor, slot_positions: Tensor, keys: list[Tensor], values: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Arguments: new ids (T,), slots (T,) to write, the position of the token in each readable slot
-        (S,), and for each layer keys and values (1, K, slots, D)."""
-        return self.score(self._hidden(ids[None], _StepContext(keys, values, slots, slot_positions)))
+        (S,), and for each layer keys and values (1, K, slots, D).
+
+        For R rows: ids (R, T), slots and positions (2, R, T) of the ids, slot_positions (R, S), keys and values
+        (R, K, slots, D). Positions of padding and of empty slots are -1. The logits are (R * T, V).
+        """
+        ids = ids if slots.dim() == 3 else ids[None]
+        return self.score(self._hidden(ids, _context(keys, values, slots, slot_positions)))
 
     def _hidden(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         assert isinstance(self.model, Decoder)
@@ -90,11 +100,11 @@ class LayerGraph(nn.Module):
     def forward(
         self, x: Tensor, slots: Tensor, slot_positions: Tensor, keys: list[Tensor], values: list[Tensor]
     ) -> Tensor:
-        """The block's outputs for inputs x (1, T, dim); other arguments are as in `DecodeGraph`, for one layer.
+        """The block's outputs for inputs x (B, T, dim); other arguments are as in `DecodeGraph`, for one layer.
 
         Raises ValueError for a block that passes tensors to later blocks, or changes the dtype.
         """
-        ctx = _StepContext(keys, values, slots, slot_positions)
+        ctx = _context(keys, values, slots, slot_positions)
         y: Tensor = self.block(x, ctx, 0)
         if ctx.carried or y.dtype != x.dtype:
             raise ValueError("expected a block that passes no tensors to later blocks and keeps the dtype")
@@ -105,7 +115,7 @@ class HeadGraph(DecodeGraph):
     """The final norm and the output head of a `DecodeGraph`."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """The logits and the summary for outputs x (1, T, dim) of the last block."""
+        """The logits and the summary for outputs x (B, T, dim) of the last block."""
         return self.score(x)
 
 
@@ -119,24 +129,6 @@ class TextGraph(DecodeGraph):
     def forward(self, ids: Tensor, keys: list[Tensor], values: list[Tensor]) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Arguments: ids (T,), and per layer keys and values (1, K, slots, D); the first T slots are written."""
         return self.score(self._hidden(ids[None], _TextContext(keys, values, torch.arange(ids.shape[0])))[:, -1:])
-
-
-class RowGraph(DecodeGraph):
-    """Computes one new token in each of R rows. Library calls compute the matrix products."""
-
-    def forward(  # type: ignore[override]
-        self,
-        ids: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        slot_positions: Tensor,
-        keys: list[Tensor],
-        values: list[Tensor],
-    ) -> tuple[Tensor, Tensor]:
-        """Arguments: new ids (R,), slots (R,) to write, positions (R,) of the ids, positions (R, S) of the tokens
-        in readable slots (-1 if empty), and for each layer keys and values (R, K, slots, D)."""
-        ctx = _RowContext(keys, values, slots, positions, slot_positions)
-        return self.score(self._hidden(ids[:, None], ctx))
 
 
 class _TextContext(ForwardContext):
@@ -163,18 +155,16 @@ class _TextContext(ForwardContext):
 
 
 class _RowContext(ForwardContext):
-    """Context of one new token per row; a token attends to the slots of its own row inside the layer's window."""
+    """Context of new tokens in several rows; a token attends to the slots of its own row inside the layer's window."""
 
-    def __init__(
-        self, keys: list[Tensor], values: list[Tensor], slots: Tensor, positions: Tensor, slot_positions: Tensor
-    ) -> None:
-        super().__init__(positions[:, None])
-        self.keys, self.values, self.slots, self.slot_positions = keys, values, slots, slot_positions
+    def __init__(self, keys: list[Tensor], values: list[Tensor], slots: Tensor, slot_positions: Tensor) -> None:
+        super().__init__(slots[1])
+        self.keys, self.values, self.slots, self.slot_positions = keys, values, slots[0], slot_positions
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        rows, readable = torch.arange(self.slots.shape[0]), self.slot_positions.shape[1]
+        rows, readable = torch.arange(self.slots.shape[0])[:, None, None], self.slot_positions.shape[1]
         for cache, x in ((self.keys[layer], k), (self.values[layer], v)):
-            cache.index_put_((rows[:, None], torch.arange(x.shape[1]), self.slots[:, None]), x[:, :, 0])
+            cache.index_put_((rows, torch.arange(x.shape[1])[:, None], self.slots[:, None]), x)
         return self.keys[layer].narrow(2, 0, readable), self.values[layer].narrow(2, 0, readable)
 
     def key_positions(self) -> Tensor:
@@ -182,7 +172,8 @@ class _RowContext(ForwardContext):
 
     def mask(self, window: int | None = None) -> Tensor:
         key, query = self.slot_positions[:, None], self.positions[:, :, None]
-        readable = key >= 0 if window is None else (key >= 0) & (key > query - window)
+        readable = (key >= 0) & (key <= query)
+        readable = readable if window is None else readable & (key > query - window)
         # Padding attends to all slots. Otherwise, NaN would be stored in a slot that `grow` makes readable.
         return readable | (query < 0)
 
@@ -217,38 +208,49 @@ class _StepContext(ForwardContext):
         return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
+def _context(keys: list[Tensor], values: list[Tensor], slots: Tensor, slot_positions: Tensor) -> ForwardContext:
+    return (_RowContext if slots.dim() == 3 else _StepContext)(keys, values, slots, slot_positions)
+
+
 def export_decode_graph(
     graph: DecodeGraph | LayerGraph, cache: Cache, tokens: int = 1, x: Tensor | None = None
 ) -> torch.export.ExportedProgram:
     """Export the graph for caches of any capacity. The example `cache` (8 slots, some filled) sets the dtypes.
 
-    A `LayerGraph` or `HeadGraph` needs an example `x` of its inputs (1, tokens, dim).
-
-    The graph of a `TextGraph` accepts any number of tokens above FEW. In any other graph, operations are replaced
-    by functions that Inductor fuses. Raises the error of torch.export if a part cannot be traced.
+    With ROWS or BATCH as `tokens`, the graph is for several rows. A graph of a part of the model needs an example
+    `x` of its inputs (1, tokens, dim), or (3, T, dim) for rows. The graph of a `TextGraph` accepts any number of
+    tokens above FEW. In any other graph, operations are replaced by functions that Inductor fuses. Raises any
+    error of torch.export for parts that it cannot trace.
     """
     args: tuple[Any, ...]
     shapes: dict[str, Any] = {}
-    row: dict[int, Any] = {}
+    name, rows, row = "ids" if x is None else "x", dict[int, Any](), dict[int, Any]()
+    if tokens in (ROWS, BATCH):
+        several = {1: torch.export.Dim("tokens", min=1)} if tokens == BATCH else {}
+        rows = {0: torch.export.Dim("rows", min=1 if several else 2)}
+        row = rows | several
+    forms = _FORMS | {F.linear: row_products.linear} if row else _FORMS
     if isinstance(graph, HeadGraph):
-        with torch.no_grad(), _OneRow(_FORMS):
-            return torch.export.export(graph, (x,), strict=False)
+        with torch.no_grad(), _OneRow(forms):
+            return torch.export.export(graph, (x,), dynamic_shapes={"x": row}, strict=False)
     if isinstance(graph, TextGraph):
         least, forms, args = FEW + 1, {F.embedding: _rows_of_ids}, (torch.zeros(5, dtype=torch.long),)
         shapes["ids"] = {0: torch.export.Dim("tokens", min=least)}
-    elif isinstance(graph, RowGraph):
-        row, readable, least = {0: torch.export.Dim("rows", min=2)}, torch.export.Dim("readable", min=2), 4
-        forms = _FORMS | {F.linear: _product}
-        cache, last = cache.select_rows(torch.zeros(3, dtype=torch.long)), torch.full((3,), 6)
-        args = (torch.zeros_like(last), last, last, torch.arange(7).repeat(3, 1))
-        shapes |= {"ids": row, "slots": row, "positions": row, "slot_positions": row | {1: readable}}
+    elif row:
+        readable, least = torch.export.Dim("readable", min=2), 4
+        cache = cache.select_rows(torch.zeros(3, dtype=torch.long))
+        last = torch.arange(5 if several else 6, 7).repeat(3, 1)
+        first = torch.zeros_like(last) if x is None else x
+        args = (first, torch.stack([last, last]), torch.arange(7).repeat(3, 1))
+        of_slots = {dim + 1: size for dim, size in row.items()}
+        shapes |= {name: row, "slots": of_slots, "slot_positions": rows | {1: readable}}
     else:
         # For caches in half precision, tracing requires more slots than readable slots.
         readable, least = torch.export.Dim("readable", min=max(2, tokens)), max(4, tokens + 1)
         first = torch.zeros(tokens, dtype=torch.long) if x is None else x
-        forms, args = _FORMS, (first, torch.arange(7 - tokens, 7), torch.arange(7))
-        shapes |= {"ids" if x is None else "x": None, "slots": None, "slot_positions": {0: readable}}
-    shapes["keys"] = shapes["values"] = [row | {2: torch.export.Dim("slots", min=least)}] * len(cache.keys)
+        args = (first, torch.arange(7 - tokens, 7), torch.arange(7))
+        shapes |= {name: None, "slots": None, "slot_positions": {0: readable}}
+    shapes["keys"] = shapes["values"] = [rows | {2: torch.export.Dim("slots", min=least)}] * len(cache.keys)
     with torch.no_grad(), _OneRow(forms):
         return torch.export.export(graph, (*args, cache.keys, cache.values), dynamic_shapes=shapes, strict=False)
 
@@ -292,8 +294,9 @@ class CompiledStep:
     """Native code that computes new tokens, bound to the model's weights without copying them.
 
     `runs` maps a number of tokens to code: 1 for one token, FEW for up to FEW tokens, TEXT for the start of a
-    text, ROWS for one token in each of several rows. `dtype` is the dtype of the matrices. `example` is a cache
-    whose tensors have the dtypes that the code expects; `state` is the `model_state` of the model.
+    text, ROWS for a token in several rows, BATCH for several tokens in several rows. `dtype` is the dtype of the
+    matrices. `example` is a cache whose tensors have the dtypes that the code expects; `state` is the model's
+    `model_state`.
     """
 
     def __init__(self, runs: Mapping[int, Run], dtype: torch.dtype) -> None:
@@ -301,35 +304,54 @@ class CompiledStep:
         self.state: object = None
         self.example = Cache(1, 0)
         self._run = dict(runs)
-        self.reads_texts, self.reads_rows = TEXT in runs, ROWS in runs
+        self.reads_texts, self.reads_rows = TEXT in runs, ROWS in runs or BATCH in runs
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         return f"CompiledStep({dtype} matrices, tokens at once: {', '.join(map(str, self._run))})"
 
-    def read_rows(self, ids: Mapping[int, int], cache: Cache) -> dict[int, Scores]:
-        """Scores after one new token in each row of `ids`, which maps rows of the cache to new ids."""
-        new = torch.tensor([[i in ids] for i in range(cache.batch)])
-        positions = cache.start(1 if len(ids) == cache.batch else new).expand(cache.batch, 1)
+    def read_rows(self, ids: Mapping[int, Sequence[int]], cache: Cache) -> dict[int, list[Scores]]:
+        """Scores after each new token in these rows, at most `most_in_rows` tokens in a row."""
+        width = max(map(len, ids.values()))
+        missing = [width - len(ids.get(i, ())) for i in range(cache.batch)]
+        tokens = torch.tensor([[0] * n + [*ids.get(i, ())] for i, n in enumerate(missing)])
+        new = torch.tensor([[False] * n + [True] * (width - n) for n in missing])
+        positions = cache.start(new if any(missing) else width).expand(cache.batch, width)
         slot_positions = cache.slot_positions(positions.amax(1)).expand(cache.batch, -1)[:, : cache.max_length]
-        tokens = torch.tensor([ids.get(i, 0) for i in range(cache.batch)])
-        slots = cache.slots(positions)[:, 0].contiguous()
-        arguments = tokens, slots, positions[:, 0].contiguous(), slot_positions.contiguous()
-        logits, summary = self._run[ROWS]([*arguments, *cache.keys, *cache.values])
+        arguments = tokens, torch.stack([cache.slots(positions), positions]), slot_positions.contiguous()
+        run = self._run[BATCH if BATCH in self._run else ROWS]
+        logits, summary = run([*arguments, *cache.keys, *cache.values])
         cache.advance((positions >= 0).sum(1))
         scores = _scores(summary, logits)
-        return {i: scores[i] for i in ids}
+        return {i: scores[(i + 1) * width - len(row) : (i + 1) * width] for i, row in ids.items()}
+
+    def most_in_rows(self, cache: Cache) -> int:
+        """Maximum tokens per row and call of `read_rows`."""
+        return MOST if BATCH in self._run and cache.window is None else 1
 
     def most(self, cache: Cache, length: int) -> int:
-        """Maximum tokens per call after `length` cached tokens. A call for 2 to FEW tokens writes FEW slots."""
-        takes_few = FEW in self._run and cache.window is None and length + FEW <= cache.capacity
-        return FEW if takes_few else 1
+        """Maximum tokens per call after `length` cached tokens."""
+        if (most := self.most_in_rows(cache)) > 1:
+            return max(1, min(most, cache.capacity - length))
+        return FEW if self._takes_few(cache, length) else 1
+
+    def _takes_few(self, cache: Cache, length: int) -> bool:
+        """True if the code for FEW tokens can run, which writes FEW slots."""
+        return FEW in self._run and cache.window is None and length + FEW <= cache.capacity
 
     def __call__(self, ids: Sequence[int], cache: Cache) -> list[Scores]:
         """Scores after each of up to `most` new tokens; the cache has one row.
 
-        The first token of a text needs the code for FEW tokens.
+        The first token of a text needs the code for several tokens.
         """
+        takes_few = len(ids) <= FEW and self._takes_few(cache, cache.max_length)
+        if BATCH in self._run and not takes_few and (len(ids) > 1 or not cache.max_length):
+            slot, slot_positions = cache.start_row(len(ids), len(ids))
+            new = slot_positions[slot:].expand(2, 1, -1).contiguous()
+            arguments = torch.tensor([[*ids]]), new, slot_positions[None]
+            logits, summary = self._run[BATCH]([*arguments, *cache.keys, *cache.values])
+            cache.advance(torch.tensor([len(ids)]))
+            return _scores(summary, logits)
         n = 1 if len(ids) == 1 and cache.max_length else FEW
         (id_view, slot_view), (slot, slot_positions) = _numbers.views[n], cache.start_row(len(ids), n)
         id_view[:] = ids if len(ids) == n else [*ids, *[ids[-1]] * (n - len(ids))]
@@ -391,7 +413,7 @@ def join_parts(model: nn.Module, layers: Sequence[Run], head: Run) -> Run:
         ids, slots, slot_positions, *caches = inputs
         keys, values = caches[: len(layers)], caches[len(layers) :]
         with _OneRow(_FORMS):
-            x = embed(ids[None], _StepContext(keys, values, slots, slot_positions))
+            x = embed(ids if slots.dim() == 3 else ids[None], _context(keys, values, slots, slot_positions))
         for layer, k, v in zip(layers, keys, values, strict=True):
             (x,) = layer([x, slots, slot_positions, k, v])
         return head([x])
@@ -492,12 +514,6 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     parts = torch.unflatten(weight, 0, (rows, -1)) if len(weight) % rows == 0 else weight[None]
     sums = [torch.cat([(part.float() * token.float()).sum(-1) for part in parts], -1) for token in tokens]
     y = torch.stack(sums, -2)
-    return y if bias is None else y + bias.float()
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    # The usual `x @ weight.t()` takes 1.5 times as long for 16 tokens.
-    y: Tensor = (weight.float() @ x.flatten(0, -2).t().contiguous()).t().view(*x.shape[:-1], len(weight))
     return y if bias is None else y + bias.float()
 
 

@@ -34,6 +34,7 @@ from dunes.files import atomic, json_file
 from dunes.files.atomic import cache_home, folder_lock, staging_folder
 from dunes.generate import generate
 from dunes.generate.decode_graph import (
+    BATCH,
     FEW,
     ROWS,
     STACK,
@@ -42,7 +43,6 @@ from dunes.generate.decode_graph import (
     DecodeGraph,
     HeadGraph,
     LayerGraph,
-    RowGraph,
     Run,
     Scores,
     TextGraph,
@@ -56,18 +56,22 @@ from dunes.generate.decode_graph import (
     step_weights,
 )
 from dunes.generate.prefix_cache import PrefixCache
+from dunes.ops import row_products
 from dunes.ops.kernels import attempt, why_not_compiled
 from dunes.parts import Cache, Decoder, cache_for, vocabulary_size
 from dunes.parts.decoder import recurrent_part
 from dunes.tree.summary import stable_repr
 
 PACKAGE, CARD, CHOSEN, FORMAT = "native.so", "package.json", "chosen-", 7
-FILES = {1: PACKAGE, FEW: "native-few.so", TEXT: "native-text.so", ROWS: "native-rows.so"}
-"""File names of native code by number of tokens; TEXT is the start of a text, ROWS a token in each of several
-rows. Only the first file is required. If only one block per form is compiled, the files in HEADS replace the first
-two files."""
-HEADS = {1: "native-head.so", FEW: "native-few-head.so"}
-"""File names of the head in packages where only one block per form is compiled; see `_layer_file`."""
+NAMES = {FEW: "few", TEXT: "text", BATCH: "batch", ROWS: "rows"}
+FILES = {1: PACKAGE} | {n: f"native-{name}.so" for n, name in NAMES.items()}
+"""File names of native code by number of tokens. Only the first file is required. ROWS (one token in each of
+several rows) is compiled for models without BATCH. If only one block per form is compiled, the files in HEADS
+replace those here."""
+HEADS = {n: FILES[n].replace(".so", "-head.so") for n in (1, BATCH, FEW, ROWS)}
+"""Names of the heads' files in packages where blocks of one form are compiled once; see `_layer_file`."""
+PRODUCTS = "row-products.so"
+"""Name of the library that steps for several rows call; missing if it does not compile."""
 LAYERS_OF_A_FORM = 8
 """Only one block per form (set of blocks of equal structure) is compiled if forms have at least this many blocks
 on average. Compiling one more form takes as long as compiling seven more blocks in one file."""
@@ -75,13 +79,13 @@ LAYER_PARAMETERS = 2_000_000
 """Only one block per form is compiled if blocks have at least this many parameters in linear layers on average. In
 smaller blocks, the calls of native code would dominate the time."""
 TEXT_OPTIONS: dict[str, Any] = {"aot_inductor.package_constants_in_so": False, "cpp.dynamic_threads": True}
-ROW_OPTIONS = TEXT_OPTIONS | {"realize_reads_threshold": 1, "score_fusion_memory_threshold": 1}
-OPTIONS = ROW_OPTIONS | {
-    "aot_inductor.allow_stack_allocation": True,
+ROW_OPTIONS = TEXT_OPTIONS | {
+    "realize_reads_threshold": 1,
+    "score_fusion_memory_threshold": 1,
     "cpp.enable_floating_point_contract_flag": "fast",
 }
-"""Inductor's options for a step. The code has no weights, runs with any number of threads, and computes each norm
-once.
+OPTIONS = ROW_OPTIONS | {"aot_inductor.allow_stack_allocation": True}
+"""Inductor's options for a step: code without weights, for any number of threads, that computes each norm once.
 
 Buffers of up to ten times Inductor's default limit are on the stack. With ten million parameters, allocating some
 hundred tensors instead would take a seventh of the time of a token.
@@ -96,7 +100,7 @@ CHECKED = 6
 """Number of tokens in the cache when the logits of a step are checked."""
 LOOK_EVERY = 1.0
 """Seconds between two checks for a new package."""
-SOURCES = "parts/*.py", "ops/*.py", "augment/*.py", "generate/decode_graph.py"
+SOURCES = "parts/*.py", "ops/*.py", "ops/*.cpp", "augment/*.py", "generate/decode_graph.py"
 
 
 def load_step(model: nn.Module, dtype: torch.dtype | None = None) -> CompiledStep | None:
@@ -176,9 +180,12 @@ def compile_step(
     package = folder / str(choice)
     if (_read_choice(model, folder) or _dtype(model)) != choice:
         atomic.write_file(_record(model, folder), str(choice).encode())
-    for tokens in HEADS if not whole and layer_forms(model) else FILES:
-        with suppress(ValueError):
-            _add(model, choice, package, tokens, whole)
+    steps = [[FEW], [TEXT]] if whole or not layer_forms(model) else [[FEW]]
+    for forms in steps if whole else [*steps, [BATCH, ROWS]]:
+        for tokens in forms:  # the first one that can be compiled
+            with suppress(ValueError):
+                _add(model, choice, package, tokens, whole)
+                break
     return package, choice
 
 
@@ -239,12 +246,15 @@ def _add(model: nn.Module, dtype: torch.dtype, package: Path, tokens: int, whole
             raise ValueError(f"decoding cannot be compiled: {reason}. Uncompiled, it is several times slower")
         with warnings.catch_warnings(), staging_folder(package / name) as staged:
             warnings.simplefilter("ignore")  # torch warns of its own deprecations
-            options = {TEXT: TEXT_OPTIONS, ROWS: ROW_OPTIONS}.get(tokens, OPTIONS)
+            options = {TEXT: TEXT_OPTIONS, ROWS: ROW_OPTIONS, BATCH: ROW_OPTIONS}.get(tokens, OPTIONS)
             computed = _dtype(model) if tokens == TEXT else dtype
             parts = _export_parts(model, dtype, tokens) if by_layer else [(name, _export(model, computed, tokens))]
             for file, graph in parts:
                 compile_graph(graph, staged / file, options)
-            _bind(model, staged, [name], dtype)
+            with suppress(ValueError):
+                if tokens in (ROWS, BATCH):
+                    row_products.compile_library(staged / PRODUCTS)
+            _bind(model, staged, [file.name for file in staged.iterdir()], dtype)
             for part in sorted(staged.iterdir()):
                 digests[part.name] = atomic.digest(part)
                 os.replace(part, package / part.name)
@@ -402,6 +412,8 @@ def _describe(value: Any, files: set[str], depth: int = 4) -> str:
 
 
 def _bind(model: nn.Module, package: Path, names: Collection[str], dtype: torch.dtype) -> CompiledStep:
+    if PRODUCTS in names:
+        row_products.load_library(package / PRODUCTS)
     files = {n: package / name for table in (HEADS, FILES) for n, name in table.items() if name in names}
     dtypes = {n: _dtype(model) if n == TEXT else dtype for n in files}
     weights = {d: step_weights(model, d) for d in {*dtypes.values()}}
@@ -418,7 +430,9 @@ def bind_step(
     step.state, step.example = model_state(model), cache
     exact = own if _dtype(model) == torch.float32 else _exact_logits(model, cache)
     rows = cache.select_rows(torch.tensor([0, 0]))
-    for n, (file, _) in files.items():
+    checks = [(n, file) for n, (file, _) in files.items() if n != BATCH]
+    checks += [(n, files[BATCH][0]) for n in (FEW, ROWS) if BATCH in files]
+    for n, file in checks:
         ids = [*range({TEXT: CHECKED, ROWS: 2}.get(n, n), 0, -1)]
         lengths = [CHECKED - len(ids)] if n != ROWS else [CHECKED - 2, CHECKED - 1]
         used = rows if n == ROWS else cache
@@ -449,8 +463,8 @@ def _load(model: nn.Module, file: Path, weights: Mapping[str, Tensor]) -> Run:
 
 
 def _run(step: CompiledStep, tokens: int) -> Callable[[list[int], Cache], list[Scores]]:
-    """The step's method for this number of tokens; for ROWS, it takes one id per row."""
-    rows = lambda ids, cache: [*step.read_rows(dict(enumerate(ids)), cache).values()]
+    """The step's method for this number of tokens; for ROWS, the ids are one per row."""
+    rows = lambda ids, cache: [*chain(*step.read_rows({i: [id] for i, id in enumerate(ids)}, cache).values())]
     return {TEXT: step.read_text, ROWS: rows}.get(tokens, step)
 
 
@@ -523,7 +537,7 @@ def _export(model: nn.Module, dtype: torch.dtype, tokens: int) -> torch.export.E
     with buffers_unchanged(model):
         cache, _ = _check_tokens(model)
     with tree.mode(model, False):
-        step = {TEXT: TextGraph, ROWS: RowGraph}.get(tokens, DecodeGraph)(outline(model, dtype)).eval()
+        step = (TextGraph if tokens == TEXT else DecodeGraph)(outline(model, dtype)).eval()
     with torch.autocast("cpu", enabled=False):  # autocast would add its casts to the graph
         return export_graph(lambda: export_decode_graph(step, cache, tokens))
 
@@ -535,8 +549,11 @@ def _export_parts(
     with buffers_unchanged(model):
         cache, _ = _check_tokens(model)
     with tree.mode(model, False), torch.autocast("cpu", enabled=False):
-        ids, slots = torch.zeros(tokens, dtype=torch.long), torch.arange(tokens)
-        (x,) = join_parts(model, [], lambda inputs: inputs)([ids, slots, slots])
+        positions = torch.arange({ROWS: 1, BATCH: 2}.get(tokens, tokens))
+        if tokens in (ROWS, BATCH):
+            positions = positions.repeat(3, 1)
+        slots = torch.stack([positions, positions]) if tokens in (ROWS, BATCH) else positions
+        (x,) = join_parts(model, [], lambda inputs: inputs)([torch.zeros_like(positions), slots, positions])
         inner: Any = outline(model, dtype).eval()
         head = HeadGraph(Decoder(inner.embed, [], inner.norm, inner.head, inner.softcap)).eval()
         yield HEADS[tokens], export_graph(lambda: export_decode_graph(head, cache, tokens, x))

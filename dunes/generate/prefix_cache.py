@@ -44,8 +44,8 @@ class PrefixCache:
     are wrong.
 
     `activate(names)` returns a context manager in which row i of a forward uses the adapter `names[i]`; by default
-    all rows use the model's active adapter. `step`, if set, computes a few new tokens of a single row, or one
-    token of each of several rows. `format` quantizes keys and values; with a `format`, `step` is not used.
+    all rows use the model's active adapter. `step`, if set, computes a few new tokens of a single row or of each
+    of several rows. `format` quantizes keys and values; with it, `step` is not used.
     """
 
     def __init__(
@@ -118,6 +118,7 @@ class PrefixCache:
             return None
         common = common_length(cached, text, last)
         limit = (IN_FLOAT32 if step.dtype == torch.float32 else MAX_STEPPED) if step.most(cache, 0) > 1 else 1
+        limit = max(limit, step.most_in_rows(cache))
         starts_text = not common and last == 1 and len(text) > limit and self._reads_text(step, len(text))
         if (len(text) - common > limit and not starts_text) or not self._step_fits(common, step, cache):
             return None
@@ -143,19 +144,26 @@ class PrefixCache:
     def row_scores(self, texts: Mapping[int, Sequence[int]]) -> dict[int, Scores] | None:
         """The compiled step's scores of the next token after each text, by row.
 
-        None if no step can be used, or if an id before a text's last id is not cached.
+        None if texts have more new ids than the step takes at once, or if the step cannot be used here.
         """
         step, cache = self.step, self.cache
         if step is None or not step.reads_rows or cache is None or torch.is_autocast_enabled("cpu"):
             return None
-        cached = {i: self.ids[i] for i in texts}
-        has_all = all(cached[i] and cached[i] == [*text[:-1]] for i, text in texts.items())
-        if not has_all or not self._step_fits(1, step, cache):
+        most, cached = step.most_in_rows(cache), {i: self.ids[i] for i in texts}
+        new = {i: text[len(cached[i]) :] for i, text in texts.items()}
+        fits = all(cached[i] == [*text[: len(cached[i])]] and 0 < len(new[i]) <= most for i, text in texts.items())
+        widths = [len(ids) for ids in new.values()] or [0]
+        is_new = not all(self.ids)
+        if not fits or (is_new and most == 1) or max(widths) > min(widths) + PADDED:
             return None
+        if not self._step_fits(1, step, cache):
+            return None
+        if is_new:  # an interrupted forward leaves tokens in a row without ids
+            cache.truncate(torch.tensor([len(ids) for ids in self.ids]))
         for i in texts:
             self.ids[i] = []  # an interrupted step leaves a row undefined
         try:
-            scores = step.read_rows({i: text[-1] for i, text in texts.items()}, cache)
+            scores = {i: each[-1] for i, each in step.read_rows(new, cache).items()}
         except (OverflowError, RuntimeError):  # an invalid id or position, which the forward reports
             return None
         self.forwards += 1
@@ -164,7 +172,7 @@ class PrefixCache:
                 tensor.nan_to_num_()  # masked attention weights are 0, but 0 * NaN is NaN
             return None
         for i, text in texts.items():
-            self.ids[i], self.vocab = [*cached[i], text[-1]], len(scores[i].logits)
+            self.ids[i], self.vocab = [*text], len(scores[i].logits)
         return scores
 
     def _reads_text(self, step: CompiledStep, tokens: int) -> bool:

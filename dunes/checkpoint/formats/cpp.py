@@ -31,7 +31,7 @@ from dunes.checkpoint.weights.lazy_tensor import in_memory
 from dunes.checkpoint.weights.safetensors_file import CODES, write_file
 from dunes.files import atomic
 from dunes.generate import decode_packages
-from dunes.generate.decode_graph import FEW, ROWS, TEXT, CompiledStep, load_native, named_tensors, step_weights
+from dunes.generate.decode_graph import FEW, TEXT, CompiledStep, load_native, named_tensors, step_weights
 from dunes.ops.kernels import why_not_compiled
 from dunes.parts import MoE, cache_for, vocabulary_size
 from dunes.parts.cache import RollingCache
@@ -107,7 +107,7 @@ def export_native(
     show("compiling the decoding code: two to five minutes, unless it is cached")
     package, chosen = decode_packages.compile_step(model, loaded.context_length, dtype, whole=True)
     step = decode_packages.load_step(model, chosen)
-    stems = {Path(name).stem for n, name in decode_packages.FILES.items() if n != ROWS}
+    stems = {Path(decode_packages.FILES[n]).stem for n in (1, FEW, TEXT)}
     names = {name for name in decode_packages.native_files(package) if Path(name).stem in stems}
     if step is None or "native-few.so" not in names:
         raise ValueError("the steps of this model cannot be compiled; dunes compile shows the reason")
