@@ -155,7 +155,8 @@ class _TextContext(ForwardContext):
 
 
 class _RowContext(ForwardContext):
-    """Context of new tokens in several rows; a token attends to the slots of its own row inside the layer's window."""
+    """Context of new tokens in several rows; a token attends to the slots of its own row inside the layer's
+    window."""
 
     def __init__(self, keys: list[Tensor], values: list[Tensor], slots: Tensor, slot_positions: Tensor) -> None:
         super().__init__(slots[1])
