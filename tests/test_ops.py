@@ -85,6 +85,19 @@ def test_bfloat16_products_in_float32_are_rounded_once(monkeypatch):
     assert torch.equal(few, linear(x[:1], weight)), "converting weights does not pay for few tokens"
 
 
+@pytest.mark.parametrize("facts", [{}, {"vendor_id": "GenuineIntel"}, {"vendor_id": "AuthenticAMD"}])
+def test_float32_products_by_onednn_are_not_rounded_to_bfloat16(monkeypatch, facts):
+    """Whatever the processor says of itself: with AMX, oneDNN rounds, and the context must then do nothing."""
+    monkeypatch.setattr(float32_products.measure, "processor", lambda: facts and facts | {"flags": "fma avx512f"})
+    monkeypatch.setattr(float32_products, "_onednn_is_faster", float32_products._onednn_is_faster.__wrapped__)
+    setting, x = torch.backends.mkldnn.matmul, torch.full((64, 64), 1 + 2**-12)
+    for dtype in (torch.float32, torch.bfloat16):
+        with float32_products.fast_products(dtype):
+            close(x @ x, (x.double() @ x.double()).float(), 1e-6)
+            assert setting.fp32_precision == "none" or (facts.get("vendor_id"), dtype) == ("AuthenticAMD", x.dtype)
+        assert setting.fp32_precision == "none"
+
+
 @pytest.mark.parametrize("instructions", [True, False])
 def test_the_choice_of_products_follows_from_the_processor_or_the_record(monkeypatch, instructions):
     """Results depend on it: a change that went on after a kill ended in other bytes once in some 16 times."""
