@@ -1,9 +1,9 @@
 """astral dunes: build, train, change and use small transformers on your own machine.
 
-`import dunes` is fast: a room (subpackage) is imported, and torch with it, when it is first used.
-`help(dunes.train)` begins with the main names of that room. A name with a dot is imported from its module:
-`train.train` of the room `runs` by `from dunes.runs.train import train`. docs/api.md lists the public names. The
-rooms:
+Each room (subpackage) is imported at its first use, so `import dunes` is fast and does not import torch.
+`help(dunes.train)` begins with the main names of the room `train`. Names that contain a dot are imported from
+their module: `train.train` of the room `runs` is `from dunes.runs.train import train`. docs/api.md lists all
+public names. The rooms:
 """
 
 import importlib
@@ -36,8 +36,8 @@ _ROOMS = {
 }
 __doc__ = f"{__doc__}\n" + "\n".join(f"    {room:12}{line}" for room, line in _ROOMS.items())
 
-# Where `share_cores` cannot measure how long threads wait, waiting threads always sleep early. OpenMP reads this
-# variable once, when torch is loaded.
+# If the system does not report how long threads wait for cores, `share_cores` does nothing. GOMP_SPINCOUNT then
+# makes waiting threads always sleep early; OpenMP reads it once, when torch is loaded.
 if "torch" not in sys.modules and not os.environ.keys() & OWN_CHOICE and not reports_waits():
     os.environ["GOMP_SPINCOUNT"] = "3000"
 

@@ -3,10 +3,10 @@
 A waiting libgomp thread (PyTorch's OpenMP on Linux) spins 300,000 times before it sleeps. While other programs
 run, a spinning thread may occupy the core that the awaited thread needs; this made a training step 25 times as
 long. On an idle machine, always sleeping early costs 17 % (docs/log/training.md, "Waiting threads by need;
-measured once, kept for ever"). libgomp spins less while it manages more threads than the machine has processors,
-and checks this at each wait (`do_spin` in config/linux/wait.h, `gomp_managed_threads` in team.c). So a watcher
-thread measures the time that this process's threads wait for a core. While threads wait long for a core, another
-thread keeps an idle OpenMP team, so that libgomp manages more threads than processors and spins less.
+measured once, kept for ever"). At each wait, libgomp spins less if it manages more threads than the machine has
+processors (`do_spin` in config/linux/wait.h, `gomp_managed_threads` in team.c). A watcher thread measures the time
+that this process's threads wait for a core. While these waits are long, another thread keeps an idle OpenMP team,
+so that libgomp manages more threads than processors and spins less.
 """
 
 import ctypes
@@ -25,13 +25,13 @@ OWN_CHOICE = frozenset({
 SECONDS = 0.25
 """Seconds between two measurements."""
 BUSY = 0.15
-"""Threads sleep early if they wait for cores for more than this many seconds per second. While one other program
-runs, they wait 0.7 seconds per second."""
+"""OpenMP threads sleep early while the threads' total waiting time for cores is above this, in seconds per second.
+While one other program runs, the waiting time is 0.7 seconds per second."""
 FREE = 0.05
-"""Cores count as idle if threads wait for them for less than this many seconds per second. While no other program
-runs, threads wait 0.01 seconds per second."""
+"""Cores count as idle while the threads' total waiting time for cores is below this, in seconds per second. While
+no other program runs, the waiting time is 0.01 seconds per second."""
 PATIENCE = 8
-"""Number of consecutive measurements with idle cores after which waiting threads spin again."""
+"""Number of consecutive measurements with idle cores after which OpenMP threads spin again."""
 _TASKS = Path("/proc/self/task")
 _watcher: threading.Thread | None = None
 _lock = threading.Lock()
@@ -55,7 +55,7 @@ def share_cores() -> None:
 
 
 def _after_fork() -> None:
-    """Reset the watcher and its lock in a forked child, where no other thread exists that could unlock it."""
+    """Reset the watcher and the lock in a forked child, since a thread that held the lock does not exist there."""
     global _watcher, _lock
     _watcher, _lock = None, threading.Lock()
 
@@ -70,9 +70,9 @@ def reports_waits() -> bool:
 
 
 def wait_times() -> dict[str, float]:
-    """Seconds that each thread of this process has waited for a core; empty if the system does not report it."""
+    """Seconds that each thread of this process has waited for a core; empty if the system reports no times."""
     seconds = {}
-    with suppress(OSError):  # the limit of open files
+    with suppress(OSError):  # too many open files
         for file in _TASKS.glob("*/schedstat"):
             with suppress(OSError, IndexError):  # the thread has ended
                 seconds[file.parent.name] = int(file.read_bytes().split()[1]) / 1e9
@@ -110,7 +110,7 @@ def _start_team(size: int) -> threading.Event:
     """
     process, end = ctypes.CDLL(None), threading.Event()
     parallel, nothing = process.GOMP_parallel, ctypes.cast(process.free, ctypes.c_void_p)
-    _try_threads(size)  # where threads cannot start, libgomp aborts the process
+    _try_threads(size)  # libgomp aborts the process if it cannot start a thread
 
     def keep() -> None:  # the team ends with the thread
         parallel(nothing, None, size, 0)

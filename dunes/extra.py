@@ -9,7 +9,7 @@ from typing import Any
 
 
 def extra(module: str, name: str) -> Any:
-    """Import a module of an optional package. If that fails, raises ValueError with the name of the extra to
+    """Import a module of an optional package. If the import fails, raises ValueError with the name of the extra to
     install."""
     try:
         return import_module(module)
@@ -21,7 +21,7 @@ def extra(module: str, name: str) -> Any:
 
 
 def attributes_of(package: str, files: Sequence[str], names: Sequence[str]) -> Callable[[str], Any]:
-    """A `__getattr__` for a package that imports a file or module only when one of its names is first used."""
+    """A package's `__getattr__`: it finds `names` in the modules `files`, and imports modules at first use."""
 
     def find(name: str) -> Any:
         if name in names:

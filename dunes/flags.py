@@ -13,7 +13,7 @@ INSTALLED = "installed"
 Device = Literal["cpu", "cuda", "mps"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Copies = Literal["auto", "never", "only"]
-"""Values of `--copies`: complete lines by copying, without the model, if the model is worse, never, or always."""
+"""When to copy lines instead of using the model. auto: if the model is worse; never: never; only: always."""
 Family = Literal[
     "arcee", "llama", "mistral", "phi3", "mixtral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "olmo2",
     "gemma2", "gemma3_text", "smollm3", "gpt_oss", "gpt_neox", "stablelm", "gpt2", "mamba2", "qwen3_next",
@@ -42,7 +42,7 @@ REQUIRED = "required"
 
 
 def flag(metavar: str, default: str = "", about: str | None = None, name: str | None = None) -> Any:
-    """A tyro argument with a metavar, the default shown in help (or REQUIRED), a help text and a name."""
+    """A tyro argument. The help shows `metavar`, the `default` (or REQUIRED) and the text `about`."""
     hint = f"({default})" if default == REQUIRED else f"(default: {default})" if default else None
     return tyro.conf.arg(name=name, metavar=metavar, help=about, help_behavior_hint=hint)
 
@@ -58,7 +58,7 @@ def option(field: str) -> str:
 
 
 def parse_fields(texts: Sequence[str]) -> dict[str, str]:
-    """Map our field names to a file's names, given ["prompt=question,completion=answer"]. Raises ValueError."""
+    """Map our field names to the file's, as in ["prompt=question,completion=answer"]. Raises ValueError."""
     parts = [part.partition("=") for text in texts for part in re.split(r",(?=\w+=)", text)]
     names = {ours: theirs for ours, _, theirs in parts}
     if min(len(names), len({*names.values()})) < len(parts) or not all(map(all, names.items())):

@@ -24,9 +24,9 @@ EVERY = 10.0
 BAR = 20
 """Width of the bar, in characters."""
 KNOWN = 0.01
-"""The remaining time is estimated once this fraction of the work is done."""
+"""The remaining time is shown only after this fraction of the work."""
 UNKNOWN_SECONDS = 2.0
-"""The remaining time is estimated once this many seconds have passed."""
+"""The remaining time is shown only after this many seconds."""
 T = TypeVar("T")
 Line = Callable[[str], object]
 """A function that is called with a line of text for the user."""
@@ -49,14 +49,14 @@ def _console() -> "Console":
 class Display:
     """Shows the progress and messages of a task on a console.
 
-    Inside `with Display(console) as display:`, call `display.state(...)` after each step, and
-    `display.line(text)`. A quiet display shows neither progress nor `detail`, only warnings and results.
+    Inside `with Display(console) as display:`, call `display.state(...)` to show progress, and
+    `display.line(text)` to print a line. A quiet display shows no progress and no `detail` lines.
     """
 
     console: "Console" = field(default_factory=_console)
     quiet: bool = False
     silent: bool = False
-    """True to show nothing, as on all ranks except the first."""
+    """True to print no lines, as on all ranks except the first."""
     patience: float = 0.0
     """Seconds before the first plain line of progress."""
 
@@ -77,7 +77,7 @@ class Display:
             self._bar.stop()
 
     def state(self, text: str, done: float) -> None:
-        """Show the progress: a text, whose parts are separated by two spaces, and the fraction done, in [0, 1].
+        """Show the fraction `done` of the work, from 0 to 1, and a text of parts separated by two spaces.
 
         On a terminal that is too narrow for all parts, parts before the last one are left out.
         """
@@ -86,7 +86,7 @@ class Display:
         if self.console.is_terminal:
             parts = text.split("  ")
             while len(parts) > 2 and len("  ".join(parts)) >= self.console.width - BAR:
-                del parts[-2]  # the last part is the time left
+                del parts[-2]  # keeps the last part, the remaining time
             self._bar.update(self._task, description="  ".join(parts), completed=min(1.0, done))
         elif monotonic() - self._last_line >= EVERY:
             self._last_line = monotonic()
@@ -101,7 +101,7 @@ class Display:
 
     @contextmanager
     def own_bar(self, title: str) -> Iterator[None]:
-        """Show the phases inside the `with` block on a bar that starts anew, with a title and the time left."""
+        """Restart the bar for the phases inside the `with` block, with a title and the remaining time."""
         self._start, self._last_line = monotonic(), -math.inf
         with shown_by(lambda text, done: self.time_left(f"{title}: {text}", done)):
             yield
@@ -132,9 +132,9 @@ class Display:
 
 @contextmanager
 def shown_by(show: Show | None = None, scale: Callable[[float], float] = lambda done: done) -> Iterator[None]:
-    """Inside the `with` block, call `show` for each report, after mapping the fraction done by `scale`.
+    """Inside the `with` block, call `show(text, scale(done))` for each report.
 
-    By default, `show` is the function in use outside the block.
+    By default, `show` is the function that shows reports outside the block.
     """
     outer = show or _show.get()
     token = _show.set(lambda text, done: outer(text, scale(done)))
@@ -155,11 +155,11 @@ def phase(text: str, start: float = 0.0, end: float = 1.0) -> Iterator[None]:
 
     Loops inside the `with` block report their progress within the phase.
     """
-    show, reached = _show.get(), 0.0  # a loop may report from another thread
+    show, reached = _show.get(), 0.0  # read now, since a loop may report from another thread
 
     def listen(share: float) -> None:
         nonlocal reached
-        reached = max(reached, share)  # a second loop does not move the bar back
+        reached = max(reached, share)  # so that a second loop does not move the bar back
         show(text, start + (end - start) * reached)
 
     show(text, start)
@@ -172,7 +172,7 @@ def phase(text: str, start: float = 0.0, end: float = 1.0) -> Iterator[None]:
 
 @contextmanager
 def part(start: float, end: float) -> Iterator[None]:
-    """Loops inside the `with` block report from fraction `start` to fraction `end` of the current phase."""
+    """Loops inside the `with` block cover the current phase from fraction `start` to fraction `end`."""
     listener = _listener.get()
     token = _listener.set(listener and (lambda share: listener(start + (end - start) * share)))
     try:
@@ -202,12 +202,12 @@ def raise_if_asked() -> None:
 
 
 def is_shown() -> bool:
-    """True if a phase is in progress, so that no second display is needed."""
+    """True if a phase is in progress, and its progress is already shown."""
     return _listener.get() is not None
 
 
 def advance(total: float, start: float = 0.0, end: float = 1.0) -> Callable[[float], None]:
-    """Return a function to call after each piece of work with its amount; the amounts add up to `total`.
+    """Return a function to call with the amount of each finished piece of work; the amounts add up to `total`.
 
     The function reports progress from fraction `start` to fraction `end` of the current phase.
     """

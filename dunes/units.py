@@ -22,7 +22,7 @@ def format_count(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Seconds as text: like "2:03:09" or "1:05" from one minute on; shorter times like "1.23 s" or "45.6 ms"."""
+    """A duration as text: "2:03:09" or "1:05" for one minute or more, "1.23 s" or "45.6 ms" for less."""
     if seconds < 59.95:
         return _scale(seconds, TIMES)
     minutes, remainder = divmod(round(seconds), 60)
@@ -31,6 +31,6 @@ def format_seconds(seconds: float) -> str:
 
 
 def _scale(number: float, units: tuple[tuple[float, str], ...], space: str = "") -> str:
-    """The number as text, in the largest unit in which it is at least 1 after rounding."""
+    """The number as text, in the largest unit in which the rounded number is at least 1."""
     scale, unit = next((u for u in units if abs(number) >= 0.9995 * u[0] or (not number and u[0] == 1)), units[-1])
     return f"{number / scale:.3g}{space}{unit}"

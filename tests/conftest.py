@@ -255,6 +255,12 @@ def run_python(script, *arguments, **options):
     return subprocess.run(command, capture_output=True, text=True, **options)
 
 
+def message(content) -> bytes:
+    """A message to a language server, with its header."""
+    data = json.dumps(content).encode()
+    return b"Content-Length: %d\r\n\r\n" % len(data) + data
+
+
 def refuses(words, call, /, *arguments, **options) -> str:
     """The message of a call that is refused: on one line, with these words, which are a regular expression."""
     with pytest.raises(ValueError, match=words) as error:

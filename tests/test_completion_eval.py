@@ -86,7 +86,6 @@ def test_cursors_stand_behind_and_before_a_character_of_a_line():
     assert all(text[offset:].startswith(rest) and rest and offset not in whole for offset, rest in inside)
     assert all(text[c.offset : c.end].rstrip() == c.rest or c.behind for c in cuts)
     assert all(text[c.end] in "\r\n" for c in cuts)
-    assert {c.rest for c in cuts if c.mid_identifier and c.offset < 5} == {"b = 1"}
 
 
 def test_cursors_and_lines_are_a_function_of_seed_name_and_text():
@@ -112,7 +111,7 @@ def test_files_of_one_line_or_none_have_cursors_but_not_lines_of_a_character_alo
 
 
 def point(text, rest):
-    return Point(0, CutPoint(1, 1 + len(rest), rest, "character", False), text)
+    return Point(0, CutPoint(1, 1 + len(rest), rest, "character"), text)
 
 
 def test_lines_and_their_first_words_are_compared_without_trailing_white_space_and_further_lines():
@@ -199,7 +198,7 @@ def test_the_text_behind_the_cursor_never_has_the_answer():
 
 
 def cut(rest, kind="character"):
-    return CutPoint(0, 9, rest, kind, False)
+    return CutPoint(0, 9, rest, kind)
 
 
 def test_the_threshold_is_the_lowest_with_the_acceptance():

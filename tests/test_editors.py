@@ -7,7 +7,6 @@ neovim hx` puts them, and VS Code's server in $DUNES_VSCODE, where `tests/get_vs
 
 import asyncio
 import importlib.util
-import io
 import itertools
 import json
 import os
@@ -450,40 +449,6 @@ async def _open_and_close(client, ask, other, uri):
     never = types.TextDocumentIdentifier(uri.replace("new.py", "never.py"))
     never = types.InlineCompletionParams(ask.context, never, types.Position(0, 0))
     assert not (await client.text_document_inline_completion_async(never)).items
-
-
-@needs("pygls")
-def test_the_first_answer_is_the_librarys_own():
-    from pygls.io_ import StdoutWriter
-
-    from dunes import __version__
-    from dunes.serve.handshake import message, shake_hands
-    from dunes.serve.lsp import Server, start
-
-    for offered in (None, ["utf-16"], ["utf-32", "utf-8", "utf-16"]):
-        general = {"general": {"positionEncodings": offered}} if offered else {}
-        request = {"jsonrpc": "2.0", "id": "a", "method": "initialize", "params": {"capabilities": general}}
-        stdin, out, library = io.BytesIO(message(request) + b"rest"), io.BytesIO(), io.BytesIO()
-        first, is_answered = shake_hands(stdin, out, __version__)
-        assert is_answered
-        assert stdin.read() == b"rest"
-        server = Server(lambda: None)
-        server.protocol.set_writer(StdoutWriter(library))
-        server.protocol.handle_message(json.loads(first, object_hook=server.protocol.structure_message))
-        answers = [json.loads(each.getvalue().partition(b"\r\n\r\n")[2]) for each in (out, library)]
-        assert answers[0] == answers[1]
-        out = io.BytesIO()
-        start(lambda: None, io.BytesIO(), out, first, True)
-        assert out.closed or out.getvalue() == b"", "it is not answered twice"
-    for body in (b"[]", b"{", b'{"jsonrpc":"2.0","method":"initialized","params":{}}'):
-        message_ = b"Content-Length: %d\r\n\r\n" % len(body) + body
-        sent, kept = io.BytesIO(message_ + b"more"), io.BytesIO()
-        assert shake_hands(sent, out, __version__) == (message_, False)
-        assert sent.read() == b"more"
-        kept.close = lambda: None
-        start(lambda: None, io.BytesIO(), kept, message_, False)
-        print(kept.getvalue())
-        assert (b"window/showMessage" in kept.getvalue()) == (b"initialized" not in body), "as the library says"
 
 
 @pytest.mark.parametrize("sent", ["", "POST /infill HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{"])

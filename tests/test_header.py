@@ -91,7 +91,8 @@ def test_a_file_that_changes_between_header_and_numbers_is_refused(tmp_path):
         save_file({"a": torch.ones(3)}, path)
         lazy = safetensors_file.tensors(path)
         change()
-        refuses(r"x: (changed while|no such file)", lazy["a"].read)
+        with pytest.raises((ValueError, FileNotFoundError), match=str(path)):
+            lazy["a"].read()
 
 
 def test_release_returns_pages(tmp_path):
@@ -136,8 +137,8 @@ def test_strides_are_those_of_torch(tmp_path):
 def test_only_regular_files_are_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/dev/zero")
-    for path in (tmp_path / "pipe", tmp_path / "link", tmp_path, tmp_path / "missing", Path("/dev/full")):
-        refuses(r"not a regular file|no such file", safetensors_file.tensors, path)
+    for path in (tmp_path / "pipe", tmp_path / "link", tmp_path, Path("/dev/full")):
+        refuses(str(path), safetensors_file.tensors, path)
 
 
 DEEP = b"[" * 100_000

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dunes.serve.handshake import message
+from conftest import message
 from dunes.serve.protocols import openai
 from dunes.text.lines import split_lines
 

@@ -66,21 +66,14 @@ PLACES = {
     "a loop": lambda p: p.symlink_to(p.name),
     "a pipe": os.mkfifo,
     "a folder": os.mkdir,
-    "a file without an end": lambda p: sparse(p, 20 << 30),
 }
-
-
-def sparse(path, size):
-    with path.open("wb") as file:
-        file.write(b'{"a": 1}')
-        file.truncate(size)
 
 
 @pytest.mark.parametrize(
     ("name", "place"),
     [(name, place) for name in NAMES for place in PLACES if "config" in name or place in ("a link out", "a pipe")],
 )
-def test_every_file_of_a_folder_is_a_plain_one_in_it_of_limited_size(name, place, model, tmp_path):
+def test_every_file_of_a_folder_is_a_plain_one_in_it(name, place, model, tmp_path):
     (model / name).unlink()
     PLACES[place](model / name)
     for message in refusals(model, tmp_path / "out"):

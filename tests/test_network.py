@@ -202,8 +202,10 @@ def test_damaged_and_missing_files_are_named(tmp_path):
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    for name, place in (("gone", "gone: "), ("empty", "empty: "), ("w", r"model\.safetensors: .*another SHA-256")):
+    for name, place in (("empty", "empty: "), ("w", r"model\.safetensors: .*another SHA-256")):
         refuses(place, checkpoint.load_weights, Rows(), tmp_path / name)
+    with pytest.raises(FileNotFoundError, match="gone"):
+        checkpoint.load_weights(Rows(), tmp_path / "gone")
 
 
 def test_a_file_may_repeat_a_tied_weight_but_not_with_other_values(tmp_path):

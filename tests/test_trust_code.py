@@ -7,13 +7,12 @@ import sys
 
 import pytest
 
-from conftest import refuses
+from conftest import message, refuses
 from dunes import checkpoint
 from dunes.cli import augment_verb, bench
 from dunes.cli.main import VERBS
 from dunes.evaluate import comparison
 from dunes.parts import Attention, Block, Decoder, Embedding, RMSNorm, Rotary
-from dunes.serve.handshake import message
 from dunes.text import Tokenizer
 from own_parts import OwnMLP
 from test_network import rename

@@ -1,7 +1,8 @@
-"""Changes to a built model, recorded so that a checkpoint repeats them.
+"""Changes to an existing model, recorded so that loading a checkpoint repeats them.
 
-Start with `attach` (LoRA), `quantize`, `apply_change`, `merge` and `undo_change`. Each change has a file and an
-entry in `CHANGES`. torch is imported when one of these names is first used; `augment.options` does not need torch.
+Start with `attach` (LoRA), `quantize`, `apply_change`, `merge` and `undo_change`. Each kind of change has its own
+module and an entry in `CHANGES`. torch is imported when one of these names is first used; `augment.options` does
+not need torch.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Low-rank adapters, and wrappers that give a linear layer or an embedding several adapters by name.
+"""Low-rank adapters, and wrappers that hold a linear layer or an embedding together with its named adapters.
 
 LoRA https://arxiv.org/abs/2106.09685, rsLoRA https://arxiv.org/abs/2312.03732; variants of LoRA are in `lora.py`.
 """
@@ -26,11 +26,6 @@ class LoraConfig:
     rslora: bool = False
     dropout: float = 0.0
 
-    def __repr__(self) -> str:
-        """A text that is part of the structure digests in saved folders, so it must not change."""
-        settings = f"rank={self.rank}, alpha={self.alpha}, rslora={self.rslora}, dora=False, pissa=False"
-        return f"LoraConfig({settings}, dropout={self.dropout})"
-
     @property
     def scale(self) -> float:
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
@@ -43,13 +38,13 @@ class Adapter(nn.Module):
         "A": ("RI", "lora_A.weight"),
         "B": ("OR", "lora_B.weight"),
     }
-    """Attribute, dimensions, and name in PEFT's files of each trained tensor. A subclass adds its own tensors."""
+    """Maps a trained tensor's attribute to its dimensions and name in PEFT's files. Subclasses add tensors."""
     PEFT_SETTING: ClassVar[str] = ""
-    """The key of PEFT's adapter_config.json that is true for this variant; "" if PEFT saves it as plain LoRA."""
+    """The key of PEFT's adapter_config.json that selects this variant; "" if PEFT stores it as plain LoRA."""
     A: nn.Parameter
     B: nn.Parameter
     supports_packing = True
-    depends_on_input = False  # True if the update is no matrix and cannot be merged
+    depends_on_input = False  # True if the update depends on the input, so that it cannot be merged
     keeps_shape = True  # False if the shapes of inputs or outputs differ from the base's
 
     def __init_subclass__(cls) -> None:
@@ -59,7 +54,6 @@ class Adapter(nn.Module):
     def __init__(self, base: nn.Module, config: LoraConfig, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
-        vars(self)["magnitude"] = None  # part of structure digests in saved folders, also for plain LoRA
         device = next(t.device for t in (*base.parameters(), *base.buffers()))
         size = {"R": config.rank, **dict(zip("IO", sides(base), strict=True))}
         for name, (dims, _) in self.PARAMETERS.items():
@@ -67,13 +61,13 @@ class Adapter(nn.Module):
             setattr(self, name, nn.Parameter(empty))
 
     def initialise(self, base: nn.Module, generator: torch.Generator) -> None:
-        """Set initial values; the update is zero. `base` is the adapted module."""
+        """Set initial values for which the update is zero. `base` is the adapted module."""
         # kaiming_uniform_(a=sqrt(5)), as in the paper's code
         self.A.copy_(torch.empty(self.A.shape).uniform_(-1, 1, generator=generator) / self.A.shape[-1] ** 0.5)
         self.B.zero_()
 
     def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
-        """Add the update: input x (..., I) and the base's output y (..., O) -> (..., O) in y's dtype."""
+        """Add the update of input x (..., I) to the base's output y (..., O); returns (..., O) in y's dtype."""
         if keeps_zeros(base) and not self.depends_on_input:  # the update of a pruned base is masked, too
             x = F.dropout(x, self.config.dropout, self.training).to(self.A.dtype)
             change = self.updated(base, torch.float32).to(x.dtype) - dense(base).to(x.dtype)
@@ -81,11 +75,11 @@ class Adapter(nn.Module):
         return self.add(y, self.update(x), base).to(y.dtype)
 
     def add(self, y: Tensor, update: Tensor, base: nn.Module) -> Tensor:
-        """The adapted output (..., O), from the output y (..., O) of `base` and the update (..., O)."""
+        """Add the update (..., O) to the output y (..., O) of `base`; returns the adapted output (..., O)."""
         return y + update
 
     def base_input(self, x: Tensor) -> Tensor:
-        """The input that the base layer gets for the adapted layer's input x."""
+        """Convert the adapted layer's input x to the input of the base layer."""
         return x
 
     def update(self, x: Tensor) -> Tensor:
@@ -102,7 +96,7 @@ class Adapter(nn.Module):
         return [(factor.shape[1], factor.shape[0]) for factor in self.factors()]
 
     def updated(self, base: nn.Module, dtype: torch.dtype = torch.float64) -> Tensor:
-        """The base's weight plus the update: (O, I), for an embedding (I, O). A pruned base keeps its zeros."""
+        """The base's weight plus the update: (O, I), or (I, O) for an embedding. A pruned base keeps its zeros."""
         a, b = self.factors()
         with without_autocast(a):
             update = self.config.scale * (b.to(dtype) @ a.to(dtype))
@@ -116,7 +110,7 @@ class EmbeddingAdapter(Adapter):
     PARAMETERS: ClassVar = {"A": ("RI", "lora_embedding_A"), "B": ("OR", "lora_embedding_B")}
 
     def initialise(self, base: nn.Module, generator: torch.Generator) -> None:
-        self.A.zero_()  # as in PEFT: the rows of unused ids never change
+        self.A.zero_()  # as in PEFT; the embeddings of unused ids then never change
         self.B.copy_(torch.randn(self.B.shape, generator=generator))
 
     def update(self, x: Tensor) -> Tensor:
@@ -155,7 +149,7 @@ class Adapted(nn.Module):
 
     @property
     def active_adapter(self) -> Adapter | None:
-        """The active adapter; None if no adapter is active, or if this module does not have it."""
+        """The active adapter; None if no adapter is active, or if the active adapter is not in this module."""
         return self[self.active] if self.active is not None and self.active in self.adapters else None
 
     @property
@@ -205,7 +199,7 @@ class AdaptedEmbedding(Adapted):
 
 
 def _fusable(adapter: Adapter, base: Any, x: Tensor) -> bool:
-    """True if `low_rank.fused` can compute this forward: plain LoRA, a frozen base, and one dtype for all."""
+    """True if `low_rank.fused` can compute this forward: plain LoRA, no dropout, a frozen base, one dtype."""
     if type(adapter) is not Adapter or torch.compiler.is_compiling():
         return False
     if adapter.config.dropout and adapter.training:
@@ -218,7 +212,7 @@ def _fusable(adapter: Adapter, base: Any, x: Tensor) -> bool:
 
 
 def order_matters(model: nn.Module) -> str:
-    """The name of the first part that depends on the computation of an earlier block; "" if there is none."""
+    """The name of the first module that uses results of an earlier block; "" if there is none."""
     return next((name for name, m in model.named_modules() if getattr(m, "depends_on_order", False)), "")
 
 
@@ -251,7 +245,7 @@ def linear_of(
 
 
 def sides(module: nn.Module) -> tuple[int, int]:
-    """The numbers of inputs and of outputs of a linear layer; vocabulary size and width of an embedding."""
+    """(inputs, outputs) of a linear layer, or (vocabulary size, width) of an embedding."""
     if is_embedding(module):
         return cast(int, module.num_embeddings), cast(int, module.embedding_dim)
     return cast(int, module.in_features), cast(int, module.out_features)

@@ -30,8 +30,8 @@ from dunes.units import plural
 TOKENS = 4096
 """Maximum number of calibration tokens in one forward of a block."""
 SMALL = 20_000_000
-"""Models with up to this many parameters are calibrated on four times as many tokens, which takes little time and
-improves 2:4 pruning (docs/log/quantization.md, "Pruning: SparseGPT, Wanda, magnitude")."""
+"""Models with up to this many parameters are calibrated on four times as many tokens as larger models. This takes
+little time and improves 2:4 pruning (docs/log/quantization.md, "Pruning: SparseGPT, Wanda, magnitude")."""
 
 
 @dataclass
@@ -47,11 +47,11 @@ class Gram:
 
     @classmethod
     def zeros(cls, inputs: int, device: torch.device) -> "Gram":
-        """The Gram matrix of zero tokens."""
+        """A Gram matrix to which no token has been added."""
         return cls(torch.zeros(inputs, inputs, device=device))
 
     def add(self, x: Tensor) -> None:
-        """Add inputs (..., I) to the upper triangle; `dunes.ops.float32_products.mirror` completes the matrix."""
+        """Add x xT of inputs x (..., I) to the upper triangle; `float32_products.mirror` completes the matrix."""
         x = x.detach().flatten(0, -2)
         add_gram(self.matrix, x)
         self.tokens += len(x)
@@ -61,7 +61,7 @@ Forward = Callable[[Tensor], Tensor]
 Linears = Mapping[str, nn.Linear]
 Rows = Sequence[Tensor]
 Solve = Callable[[Mapping[str, Gram]], None]
-"""A function that changes the weights of linear layers; its argument maps a layer's name to its Gram matrix."""
+"""A function that changes the weights of linear layers; its argument maps layer names to Gram matrices."""
 
 
 def require_ids(model: nn.Module, ids: Any) -> None:
@@ -81,17 +81,18 @@ def require_ids(model: nn.Module, ids: Any) -> None:
 def calibrate_blocks(
     model: nn.Module, ids: Tensor, places: Collection[str], solve: Solve, *, sequential: bool = False
 ) -> Iterator[None]:
-    """Change the linear layers at `places` by `solve`, block by block, given their inputs for ids (S, T) int64.
+    """Let `solve` change the linear layers at `places`, block by block, calibrated on ids (S, T) int64.
 
-    For each block, `solve` is called with the `Gram` of every place in it. Layers that read the same tensor share
-    a `Gram`. The `Gram` of an expert counts only tokens routed to it. The next block reads the changed block's
-    outputs. With `sequential`, the layers of a block are solved in execution order; the inputs of a layer then
-    reflect the changes of the layers before it. If the head is one of the places, it comes last.
+    For each block, `solve` is called once, with the `Gram` of every place in the block. Layers that read the same
+    tensor share a `Gram`. The `Gram` of an expert's layer counts only tokens routed to the expert. The next block
+    reads the changed block's outputs. With `sequential`, `solve` is called once for each group of layers with the
+    same input, in execution order; a layer's inputs then come from the changed layers before it. The head, if
+    among the places, comes last.
 
     Yields after each block that contains places, and after the head. At a yield, the generator has no reference to
     the block's layers, so the caller may replace these layers.
 
-    Memory: the hidden states of all tokens, and the Gram matrices of one block. Raises ValueError, before any
+    Memory holds the hidden states of all tokens and the Gram matrices of one block. Raises ValueError, before any
     change, for invalid ids, and for a place that is neither a plain linear layer of a block nor the head.
     """
     require_ids(model, ids)
@@ -114,7 +115,7 @@ def calibrate_blocks(
             run = partial(forward, layer)
             inside = {name: linears.pop(name) for name in [*linears] if layers[name] == layer}
             _solve_layers(run, hidden, rows, inside, solve, sequential)
-            if layer < last:  # a later place reads these outputs
+            if layer < last:  # later layers read these outputs
                 for part in rows:
                     hidden[part] = run(hidden[part])
             if inside:
@@ -125,7 +126,7 @@ def calibrate_blocks(
 def _solve_layers(
     run: Forward, states: Tensor, rows: Rows, linears: Linears, solve: Solve, sequential: bool
 ) -> None:
-    """Change these layers of a block by `solve`, all at once, or in stages if `sequential`."""
+    """Let `solve` change these layers of a block: all at once, or in stages if `sequential`."""
     stages = _stages(run, states, rows[:1], linears) if sequential and len(linears) > 1 else [linears]
     for stage in filter(None, stages):
         grams = _collect(run, states, rows, stage)
@@ -134,18 +135,19 @@ def _solve_layers(
 
 
 class _EnoughError(Exception):
-    """Ends a forward early, once all layers to calibrate have been called."""
+    """Raised to end a forward early, once all layers to calibrate have been called."""
 
 
 def _collect(run: Forward, states: Tensor, rows: Rows, linears: Linears) -> dict[str, Gram]:
     """Run the hidden states (S, T, D) through `run`; return the `Gram` of the inputs of each linear layer called.
 
-    The result is a dict keyed by layer name, in execution order. The first forward counts the calls of each layer;
-    later forwards stop after equally many calls (at least one). Layers that read the same tensor share a `Gram`.
+    The result is a dict keyed by layer name, in execution order. The first forward counts the calls of each layer.
+    Later forwards stop once each layer has been called that often. Layers that read the same tensor share a
+    `Gram`.
     """
     grams: dict[str, Gram] = {}
     calls, awaited = Counter[str](), Counter[str]()
-    readers: dict[str, str] = {}  # the first layer that reads the same tensor
+    readers: dict[str, str] = {}  # maps each layer to the first layer that reads the same tensor
     last: list[tuple[Tensor, str]] = []
 
     def count(name: str) -> Callable[..., None]:
@@ -180,7 +182,7 @@ def _collect(run: Forward, states: Tensor, rows: Rows, linears: Linears) -> dict
 
 
 def _stages(run: Forward, states: Tensor, rows: Rows, linears: Linears) -> list[dict[str, nn.Linear]]:
-    """The linear layers of a block in execution order, grouped by input; groups contain layers of all experts."""
+    """Linear layers of a block in execution order, grouped by input; experts' layers of one name share a group."""
     grams = _collect(run, states, rows, linears)
     stage_of: dict[str, int] = {}
     stages: dict[int, dict[str, nn.Linear]] = {}
@@ -200,7 +202,7 @@ def assign_weight(linear: nn.Linear, weight: Tensor) -> None:
 
 
 def _plain_linears(decoder: Decoder, names: Collection[str]) -> dict[str, nn.Linear]:
-    """The linear layers with these names, in blocks or the head. Raises ValueError for any other module."""
+    """These linear layers of blocks and the head, by name. Raises ValueError for any other module."""
     modules = modules_at(decoder, names)
     for name in names:
         module = modules.get(name)

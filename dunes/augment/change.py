@@ -18,7 +18,7 @@ class Change:
 
     `name` is a key of CHANGES, and `version` is the VERSION of that entry. `request` maps every option to its
     value. `places` maps each changed module to the settings decided for it. `new` contains globs of the added
-    parameters. If the change can be undone exactly, `before` identifies the original weights.
+    parameters. `before` is unused and empty in new records.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Part:
-    """One of `Change.parts` after `solve`, with its completed record.
+    """A part of a change (see `Change.parts`) that `solve` has made; `change` is its completed record.
 
     `solved` maps a module's name to the values that `fill` needs in addition to the weights.
     """

@@ -1,4 +1,4 @@
-"""The table of all kinds of change to a built model, and functions that make, repeat and undo changes."""
+"""The table of all kinds of change to a model, and functions that make, repeat and undo changes."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,19 +25,19 @@ CHANGES: dict[str, Any] = {
     "routing": routing,
     "upcycle": upcycle,
 }
-"""The kinds of change, by name. The value is a Python module that defines:
+"""Maps the name of each kind of change to a Python module that defines:
 
-- `VERSION`: a number to increase when an existing record would give another model.
+- `VERSION`: a number that is increased when new code would build another model from an existing record.
 - `decide(model, options) -> Change`: decides every setting and changes nothing; `options` is an instance of the
   class in OPTIONS. This function may read weights and, if it takes calibration text `ids`, run the model.
 - `solve(model, change, ids) -> Iterator[Part]`, for a change that is made block by block. For each of
   `change.parts()`, this function changes the weights while they are dense, for example by calibration, and yields
-  a `Part`. Each part is shaped and filled before the next part is solved.
+  a `Part`. `shape` and `fill` are called for each part before `solve` continues with the next part.
 - `shape(model, change)`: changes the structure without reading values, so it also runs on the meta device.
 - `fill(model, change, weights)`, if the change computes new weights; `weights` is the state dict before `shape`.
   With `solve`, the call is `fill(model, change, weights, part.solved)` for each part.
 - `calibration_tokens(model) -> int`, if more calibration text than usual improves the result.
-- `describe(change) -> str`: one sentence for users, if they should see the decisions.
+- `describe(change) -> str`: one sentence that tells users the decisions, if they need to know them.
 - `undo(model, change)`, if the change can be undone; `RESTORES = True` if this restores the weights bit for bit.
 """
 
@@ -49,7 +49,7 @@ Spill: TypeAlias = Callable[[Tensors], Tensors]
 def apply_change(model: nn.Module, name: str, *, spill: Spill | None = None, **request: Any) -> Change:
     """Change the model in place, and return the record of the change.
 
-    `request` are the options of the change; `ids` (S, T) int64 is the calibration text, if the change reads any.
+    `request` contains the options of the change; `ids` (S, T) int64 is the calibration text, if it is needed.
     In a change that is made block by block, `spill` is called with the tensors of each finished block. Raises
     ValueError for invalid options, before anything is changed. If a change fails midway (for example because
     inputs are not finite), earlier blocks stay changed, so load the model again.
@@ -76,7 +76,8 @@ def decide_change(model: nn.Module, name: str, **request: Any) -> Change:
 def make_change(model: nn.Module, change: Change, ids: Tensor | None = None, spill: Spill | None = None) -> Change:
     """Make a decided change: change the structure and set the initial weights. Returns the record.
 
-    `ids` (S, T) int64 is the calibration text. If the change defines `solve`, that function completes the record.
+    `ids` (S, T) int64 is the calibration text. If the module in CHANGES defines `solve`, that function completes
+    the record.
     """
     entry, places = _entry(change), dict[str, Any]()
     for part in entry.solve(model, change, ids) if hasattr(entry, "solve") else [Part(change)]:
@@ -86,7 +87,7 @@ def make_change(model: nn.Module, change: Change, ids: Tensor | None = None, spi
 
 
 def _make_part(model: nn.Module, entry: Any, part: Part, spill: Spill | None) -> None:
-    """Shape and fill one part of a change, then let `spill` store the tensors of its block."""
+    """Call `shape` and `fill` for one part of a change, then let `spill` store the tensors of the part's block."""
     by_block, weights = hasattr(entry, "solve"), model.state_dict()
     repeat_structure(model, part.change)
     if hasattr(entry, "fill"):
@@ -99,7 +100,7 @@ def _make_part(model: nn.Module, entry: Any, part: Part, spill: Spill | None) ->
 
 
 def repeat_structure(model: nn.Module, change: Change) -> None:
-    """Repeat only the structure of a recorded change; the caller loads the weights afterwards.
+    """Change only the structure of the model, as recorded; the caller sets or loads the weights afterwards.
 
     Raises ValueError for an unknown change, and for a record that does not fit the model.
     """
@@ -141,7 +142,7 @@ def _entry(change: Change) -> Any:
 def attach(model: nn.Module, **request: Any) -> Change:
     """Add an untrained LoRA adapter to linear layers of the model and activate it; return the record.
 
-    `request` are fields of `options.Lora`. No parameter is frozen. `change.new` contains globs of the new
+    `request` contains fields of `options.Lora`. No parameter is frozen. `change.new` contains globs of the new
     parameters; `tree.freeze(model, ["**", *(f"!{new}" for new in change.new)])` freezes all others. Raises
     ValueError for invalid options, before anything is changed.
     """
@@ -151,7 +152,7 @@ def attach(model: nn.Module, **request: Any) -> Change:
 def quantize(model: nn.Module, **request: Any) -> Change:
     """Quantize linear layers, also inside wrappers such as adapters; return the record.
 
-    `request` are fields of `options.Quantize`, and `ids` (S, T) int64, the text for a method that calibrates.
+    `request` contains fields of `options.Quantize`. A method that calibrates needs the text `ids` (S, T) int64.
     Raises ValueError for invalid options, before anything is changed.
     """
     return apply_change(model, "quantize", **request)

@@ -1,4 +1,4 @@
-"""Block expansion (LLaMA Pro): insert copies of blocks with zeroed output projections, and train only the copies.
+"""Block expansion (LLaMA Pro): insert copies of blocks with zero output projections; only the copies are trained.
 
 https://arxiv.org/abs/2401.02415. This module is registered in the table `CHANGES` in `changes.py`.
 """
@@ -36,7 +36,8 @@ TOKENS = 8
 def decide(model: nn.Module, options: Expand) -> Change:
     """The record of the change. `places` are the new blocks, each with the index of the block that it copies.
 
-    Raises ValueError if the model is no decoder or not dense, and for block indices out of range.
+    Raises ValueError if the model is no decoder, if blocks have quantized layers, adapters or modules that use
+    results of an earlier block, and for block indices out of range.
     """
     depth, blocks, after = len(_decoder(model).blocks), options.blocks, options.after
     if name := order_matters(model):
@@ -64,17 +65,17 @@ def _decoder(model: nn.Module) -> Decoder:
 
 
 def describe(change: Change) -> str:
-    """One sentence that tells users how many blocks are new, and which block each of them copies."""
+    """One sentence that tells users the number of new blocks, and which block each new block copies."""
     copies = ", ".join(f"{place} copies the former blocks.{s['of']}" for place, s in change.places.items())
     return f"{plural(len(change.places), 'new block')} without effect until trained: {copies}"
 
 
 def shape(model: nn.Module, change: Change) -> None:
-    """Insert a copy of the preceding block at each place."""
+    """At each place of the change, insert a copy of the preceding block."""
     blocks = _decoder(model).blocks
     for index in each(_indices(change), end=COPIED):
         tree.insert(model, "blocks", index, block := deepcopy(blocks[index - 1]))
-        unmask_linears(block)  # zeroed output projections must be trainable
+        unmask_linears(block)  # a `MaskedLinear` would keep the zeros of the output projections
 
 
 def _indices(change: Change) -> list[int]:
@@ -83,7 +84,7 @@ def _indices(change: Change) -> list[int]:
 
 @torch.no_grad()
 def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> None:
-    """Zero the weights and biases of the new blocks' output projections, or the norms after the projections.
+    """Zero the output projections of the new blocks; if a norm follows a projection, zero the norm instead.
 
     If the model's logits do not stay equal bit for bit, the new blocks are removed and ValueError is raised.
     """

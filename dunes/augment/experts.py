@@ -1,7 +1,7 @@
 """Split dense MLPs into experts, each with a part of the hidden neurons (LLaMA-MoE).
 
 https://arxiv.org/abs/2406.16554. The number of parameters stays the same (plus routers), but each token uses fewer
-of them. The loss is much higher until the model is trained. This module is registered in the table `CHANGES` in
+parameters. The loss is much higher until the model is trained. This module is registered in the table `CHANGES` in
 `changes.py`.
 """
 
@@ -39,9 +39,9 @@ def decide(model: nn.Module, options: Experts, ids: Tensor | None = None) -> Cha
     For a split by importance, the sequences of `ids` (S, T) int64 are clustered into groups, one per routed
     expert. Without shared experts, an expert gets the neurons most important to its group, and a neuron may be in
     several experts. With shared experts, each neuron is in one expert, and shared experts get the neurons that
-    most groups rank high. The outputs of routed experts are multiplied by the number of routed experts
-    (`unbiased`, so that the experts' mean is the dense MLP), or by this number divided by `top_k` (`official`).
-    Raises ValueError for invalid options.
+    rank high in the largest number of groups. The outputs of routed experts are multiplied by the number of routed
+    experts. If each neuron is in one expert, the shared experts plus the mean of the routed experts then equal the
+    dense MLP. With `scale="official"`, this factor is divided by `top_k`. Raises ValueError for invalid options.
     """
     request = options.request()
     _check_request(request, ids)
@@ -90,7 +90,7 @@ def _choose_neurons(
 
 
 def describe(change: Change) -> str:
-    """One sentence that tells users the number and width of the experts, and how they are chosen."""
+    """One sentence that tells users the number and width of the experts, and how neurons are split."""
     experts, top_k, shared, split = (change.request[k] for k in ("experts", "top_k", "shared", "split"))
     always = f", {shared} of them for every token and" if shared else ","
     width = len(next(iter(change.places.values()))["neurons"][0])
@@ -112,7 +112,7 @@ def shape(model: nn.Module, change: Change) -> None:
 def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> None:
     """Copy the neurons into the experts and initialise the routers.
 
-    If each neuron is in exactly one expert, the joined experts are compared with the original MLPs. If they
+    If each neuron is in exactly one expert, the joined experts are compared with the original MLPs. If outputs
     differ, the MLPs are restored and ValueError is raised.
     """
     mlps = upcycle.dense_mlps(model, change.places, weights)
@@ -122,7 +122,7 @@ def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> Non
             upcycle.copy_neurons(expert, mlps[place], rows, scale)
         for expert in moe.shared or ():
             if expert.down.bias is not None:
-                expert.down.bias.zero_()  # routed experts add the bias once, since their weights sum to one
+                expert.down.bias.zero_()  # the routed experts add the bias, once, since routing weights sum to 1
         draw = generator(change.request["seed"], "experts router", place)
         for name, matrix in moe.router.named_parameters():
             std = stds.get(name, matrix.shape[1] ** -0.5)
@@ -143,7 +143,7 @@ def _factor(change: Change) -> float:
 
 
 def _experts(moe: Any, change: Change, place: str) -> list[tuple[Any, float, Tensor]]:
-    """Each expert of a mixture, with the factor of its outputs and its neuron indices (W,)."""
+    """The experts of a mixture: tuples of (expert, factor of the outputs, neuron indices (W,))."""
     neurons, factor = torch.tensor(change.places[place]["neurons"]), _factor(change)
     experts = [*((e, 1.0) for e in moe.shared or ()), *((e, factor) for e in moe.experts)]
     return [(expert, scale, rows) for (expert, scale), rows in zip(experts, neurons, strict=True)]
@@ -151,10 +151,10 @@ def _experts(moe: Any, change: Change, place: str) -> list[tuple[Any, float, Ten
 
 @torch.no_grad()
 def undo(model: nn.Module, change: Change) -> None:
-    """Join the experts into dense MLPs, which equal the original MLPs bit for bit if they were not trained.
+    """Join the experts into dense MLPs, which equal the original MLPs bit for bit if the experts were not trained.
 
-    Raises ValueError if a neuron is in several experts or in none, and if the factor of the outputs is no power of
-    two, since multiplying by it rounded the weights.
+    Raises ValueError if a neuron may be in several experts or in none. Also raises ValueError unless the factor by
+    which the split multiplied the outputs is a power of two, since any other factor has rounded the weights.
     """
     if not is_partition(change):
         raise ValueError("split by importance without shared experts: some neurons are in several experts or none")
@@ -200,8 +200,8 @@ def balanced_clusters(rows: Tensor, groups: int, draw: torch.Generator) -> Tenso
 def balanced_assignment(scores: Tensor) -> Tensor:
     """Assign items to E groups of equal size by their scores (N, E); returns a group index (N,) for each item.
 
-    Greedy: (item, group) pairs are sorted by score minus the item's mean score, and an item joins the first group
-    that is not full. If E does not divide N, the first N mod E items that meet a full group still join it.
+    (item, group) pairs are sorted by score minus the item's mean score; in this order, each item joins its first
+    group that is not full. If E does not divide N, the first N mod E items whose group is full still join it.
     """
     items, groups = scores.shape
     room, labels, left = [items // groups] * groups, [-1] * items, items % groups
@@ -233,7 +233,7 @@ def importances(
 
 
 def input_gradients(model: nn.Module, ids: Tensor, layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """Inputs of these layers times the loss's gradients for these inputs: (S, T, I) float32 by layer name.
+    """Inputs of these layers times the loss's gradients with respect to them: (S, T, I) float32 by layer name.
 
     Layers that the forward does not call are missing in the result.
     """
@@ -259,15 +259,15 @@ def input_gradients(model: nn.Module, ids: Tensor, layers: Mapping[str, nn.Modul
 
 
 def private_neurons(scores: Tensor, width: int) -> Tensor:
-    """The `width` neurons (E, W) with the highest scores (E, H) of each group; groups may share neurons."""
+    """For each group, the `width` neurons (E, W) with the highest scores (E, H); groups may share neurons."""
     return scores.topk(width, 1).indices
 
 
 def shared_neurons(scores: Tensor, width: int) -> Tensor:
-    """The neurons (experts, W) of shared experts, then of one expert per group; each neuron is in one expert.
+    """Put each neuron into one expert; returns indices (experts, W): shared experts, then one expert per group.
 
-    `scores` (E, H) are the importances by group. Shared experts get the neurons that are in the top W of most
-    groups. The number of experts, shared ones included, is H / `width`.
+    `scores` (E, H) are the importances by group. Shared experts get the neurons that are in the top W of the
+    largest number of groups. The number of experts, shared ones included, is H / `width`.
     """
     groups, hidden = scores.shape
     scores = scores / scores.sum(1, keepdim=True).clamp(min=1e-30)

@@ -7,7 +7,7 @@ later columns change in proportion to row j of the upper Cholesky factor of G's 
 error of the outputs, |(W - Q) X|^2.
 """
 
-# Shapes: I inputs, O outputs, G groups of a row. Weights are transposed inside, which makes columns contiguous.
+# Shapes: I inputs, O outputs, G groups of a row. Weights are transposed inside, so that columns are contiguous.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -26,14 +26,14 @@ BLOCK = 128
 DAMP = 0.01
 """Damping added to the Hessian's diagonal, as a fraction of the diagonal's mean."""
 MOST_DAMPING = 1e4
-"""Maximum damping, as a multiple of the mean diagonal; with more damping, the Gram matrix would not matter."""
+"""Maximum damping, as a multiple of the diagonal's mean; more damping would make the Gram matrix negligible."""
 
 
 class Hessian(NamedTuple):
-    """The damped Hessian `matrix` (I, I): 2/n times the sum of x xT, plus `added` on the diagonal.
+    """The damped Hessian `matrix` (I, I): 2/n times the sum of x xT over n tokens, plus `added` on the diagonal.
 
     `factor` (I, I) is the upper Cholesky factor of the inverse of `matrix`. `dead` (I,), bool, is True for inputs
-    that are always zero. `damp` is `added` as a fraction of the mean diagonal.
+    that are always zero. `damp` is `added` as a fraction of the diagonal's mean.
     """
 
     factor: Tensor
@@ -44,17 +44,17 @@ class Hessian(NamedTuple):
 
 
 def hessian(gram: Gram, damp: float, place: str = "a layer") -> Hessian:
-    """Compute the Hessian from a Gram matrix; the damping is raised tenfold until the Hessian can be inverted.
+    """Compute the Hessian from a Gram matrix; the damping is multiplied by 10 until the Hessian can be inverted.
 
-    Raises ValueError with the name of the place if the Gram matrix has values that are not finite, or if the
-    Hessian cannot be inverted with a damping up to MOST_DAMPING.
+    Raises ValueError with the name of the place if the Gram matrix is not finite, or if the Hessian cannot be
+    inverted even with a damping of MOST_DAMPING.
     """
     if not gram.matrix.isfinite().all():
         raise ValueError(f"{place}: the inputs of the calibration text are not finite; check the model's weights")
     h = gram.matrix * (2 / max(1, gram.tokens))
     dead = h.diagonal() == 0
     mean = h.new_ones(()) if dead.all() else h.diagonal().mean()
-    h.diagonal()[dead] = mean  # a larger value would dominate the damping
+    h.diagonal()[dead] = mean  # makes the diagonal positive, and has no effect on other inputs
     while True:
         damped, added = h.clone(), damp * mean
         damped.diagonal().add_(added)
@@ -71,7 +71,7 @@ def hessian(gram: Gram, damp: float, place: str = "a layer") -> Hessian:
 
 
 Column = Callable[[int, Tensor], Tensor]
-"""A function (j, columns) that returns the new column j (O,); `columns` (I, O) include all updates so far."""
+"""A function (j, columns) that returns the new column j, (O,); `columns` (I, O) contain all updates so far."""
 
 
 def sweep(columns: Tensor, factor: Tensor, blocks: Mapping[int, int], replace: Column) -> None:
@@ -128,7 +128,7 @@ def solve(
 
 
 def hessian_of(gram: Gram, act_order: bool, place: str = "a layer") -> tuple[Hessian, Tensor | None]:
-    """The Hessian of a Gram matrix, and with `act_order` the order (I,) of its columns: largest inputs first."""
+    """The Hessian, and the order (I,) of its columns: largest inputs first, or None without `act_order`."""
     order = gram.matrix.diagonal().argsort(descending=True, stable=True) if act_order else None
     if order is not None:
         gram = replace(gram, matrix=gram.matrix[order][:, order])
@@ -138,10 +138,10 @@ def hessian_of(gram: Gram, act_order: bool, place: str = "a layer") -> tuple[Hes
 def round_columns(
     weight: Tensor, h: Hessian, order: Tensor | None, grid: Grid, zeros: Tensor | None = None
 ) -> tuple[Tensor, QuantParams]:
-    """Round a float32 weight (O, I); returns it with its scales and zero points (O, G).
+    """Round a float32 weight (O, I); returns the rounded weight, and its scales and zero points (O, G).
 
-    The scale and zero point of a group are fitted when the sweep reaches the group's first column; with an `order`
-    (I,), they are fitted to the original weight ("static groups"). Where `zeros` (O, I) is True, the result is 0.
+    A group's scale and zero point are fitted when the sweep reaches the group's first column, or, with an `order`
+    (I,), before the sweep ("static groups"). Where `zeros` (O, I) is True, the result is 0.
     """
     inputs, width = weight.shape[1], grid.width(weight.shape[1])
     columns, parts = weight.T.clone(memory_format=torch.contiguous_format), list[QuantParams]()

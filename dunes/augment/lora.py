@@ -1,4 +1,4 @@
-"""LoRA adapters and their variants for any built model: add, select, merge and remove them.
+"""LoRA adapters and their variants for any existing model: add, select, merge and remove them.
 
 Plain LoRA is in `adapted.py`. This module is registered in the table `CHANGES` in `changes.py`.
 """
@@ -46,7 +46,7 @@ TINY = 1e-30
 
 
 class DoRA(Adapter):
-    """LoRA with trained row norms of the updated matrix, `magnitude`. https://arxiv.org/abs/2402.09353"""
+    """LoRA with a parameter `magnitude`: trained row norms of the updated matrix. https://arxiv.org/abs/2402.09353"""
 
     PARAMETERS: ClassVar = {"magnitude": ("O", "lora_magnitude_vector")}
     PEFT_SETTING = "use_dora"
@@ -60,12 +60,12 @@ class DoRA(Adapter):
         ratio = self.magnitude / self.norms(base)
         bias = getattr(base, "bias", None)
         product = y if bias is None else y - bias
-        # While the ratio is one, as initially, this form adds exactly `update`.
+        # Initially the ratio is 1, and this form adds exactly `update`.
         return y + (ratio - 1) * product + ratio * update
 
     @torch.no_grad()
     def norms(self, base: nn.Module) -> Tensor:
-        """The norm of each row of the updated matrix (O,), without gradient (section 4.3 of the paper).
+        """The norms (O,) of the updated matrix's rows, without gradient (section 4.3 of the paper).
 
         The norms are computed from the factors; the updated matrix is not materialised.
         """
@@ -86,9 +86,9 @@ class DoRA(Adapter):
 class PiSSA(Adapter):
     """LoRA initialised from the base weight; the update is scale * (B A - B0 A0). https://arxiv.org/abs/2404.02948
 
-    `A0` and `B0` are the initial values of `A` and `B`. (The paper subtracts B0 A0 from the base instead. Here the
-    base never changes, since adapters share it, and an untrained adapter changes no bit of the output.) In PEFT's
-    format, the adapter is a plain LoRA of rank 2 R.
+    `A0` and `B0` are the initial values of `A` and `B`. The paper instead subtracts B0 A0 from the base; here
+    several adapters share the base, so the base stays unchanged. An untrained adapter leaves the output unchanged,
+    bit for bit. In PEFT's format, the adapter is a plain LoRA of rank 2 R.
     """
 
     A0: Tensor
@@ -102,7 +102,7 @@ class PiSSA(Adapter):
     def initialise(self, base: nn.Module, generator: torch.Generator) -> None:
         rank = self.config.rank
         u, s, v = torch.linalg.svd(dense(base).float(), full_matrices=False)
-        root = (s[:rank] / self.config.scale).sqrt()  # scale * B A is the best approximation of this rank
+        root = (s[:rank] / self.config.scale).sqrt()  # scale * B A is the best rank-R approximation of the base
         self.A.copy_(root[:, None] * v[:rank])
         self.B.copy_(u[:, :rank] * root)
         self.A0.copy_(self.A)
@@ -118,11 +118,11 @@ class PiSSA(Adapter):
 
 
 VARIANTS: dict[str, type[Adapter]] = {"dora": DoRA, "pissa": PiSSA}
-"""Adapter classes by name in `options.VARIANTS`; names without a class are options of plain LoRA."""
+"""Maps names of `options.VARIANTS` to adapter classes; the other variants are options of plain LoRA."""
 
 
 def adapter_class(request: Mapping[str, Any]) -> type[Adapter]:
-    """The adapter class for these options; for several variants, a class that combines their classes."""
+    """The adapter class for these options; for several variants, a subclass of all their classes."""
     classes = tuple(cls for name, cls in VARIANTS.items() if OPTIONS_OF[name].items() <= request.items())
     if len(classes) < 2:
         return next(iter(classes), Adapter)
@@ -154,7 +154,7 @@ def _select(model: nn.Module, where: Sequence[str]) -> list[tree.Place]:
     selected = [
         p for p in tree.places(model) if p.name in named or (tree.linear(p.module) and tree.matches(where, p.name))
     ]
-    return selected or tree.find(model, where, tree.linear)  # raises ValueError that lists the model's places
+    return selected or tree.find(model, where, tree.linear)  # raises ValueError that lists the linear layers
 
 
 def check(model: nn.Module, change: Change) -> None:
@@ -176,7 +176,7 @@ def check(model: nn.Module, change: Change) -> None:
 
 
 def check_places(model: nn.Module, change: Change) -> list[tuple[str, nn.Module]]:
-    """The places of the change with their modules.
+    """The names of the places of the change, each with the module there.
 
     Raises ValueError for an invalid adapter name, dropout, dtype, rank or alpha.
     """
@@ -214,7 +214,7 @@ def shape(model: nn.Module, change: Change) -> None:
 def add_adapters(
     model: nn.Module, change: Change, class_at: Callable[[tree.Place], Callable[..., Adapter]]
 ) -> None:
-    """Wrap the modules at the change's places, add an adapter of class `class_at(place)` to each, activate all."""
+    """Wrap the modules at the change's places, and add an active adapter of class `class_at(place)` to each."""
     request, dtype = change.request, float_dtype(change.request["dtype"])
     options = {key: request[key] for key in ("rslora", "dropout") if key in request}
     for place in [p for p in tree.places(model) if p.name in change.places]:
@@ -247,7 +247,7 @@ def undo(model: nn.Module, change: Change) -> None:
 def adapted_modules(model: nn.Module, adapter: str | None = None) -> dict[str, Adapted]:
     """The adapted modules by name; with `adapter`, only those that have this adapter.
 
-    If the model has no such module, raises ValueError with the names of its adapters.
+    If the model has no such module, raises ValueError with the names of the model's adapters.
     """
     modules = {p.name: p.module for p in tree.places(model) if isinstance(p.module, Adapted)}
     selected = {k: m for k, m in modules.items() if adapter is None or adapter in m.adapters}
@@ -288,9 +288,9 @@ def adapter_active(model: nn.Module, adapter: str | None) -> Iterator[None]:
 def row_adapters(model: nn.Module, names: Sequence[str | None]) -> Iterator[None]:
     """A context in which row i of the batch uses the adapter `names[i]`; None selects the base model.
 
-    Raises ValueError for an unknown name. Different names raise ValueError for adapters in experts, for LoRA
-    experts that are MLPs, and for a model with parts that may mix tokens, because the adapters' inputs may have
-    other rows than the batch.
+    Raises ValueError for an unknown name. If the names differ, also raises ValueError for adapters in experts, for
+    LoRA experts that are MLPs, and for a model with parts that may mix tokens. In these cases, row i of an
+    adapter's input need not belong to row i of the batch.
     """
     if len(set(names)) == 1:
         with adapter_active(model, names[0]):
@@ -327,7 +327,7 @@ def detach(model: nn.Module, adapter: str | None = None) -> list[str]:
 
 
 def base_model(model: nn.Module) -> nn.Module:
-    """The model without its adapters: new modules that share the weights."""
+    """A copy of the model without adapters; the copy shares the weights with the model."""
     shared: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
     base = deepcopy(model, shared)
     if any(isinstance(m, Adapted) for m in base.modules()):
@@ -338,10 +338,9 @@ def base_model(model: nn.Module) -> nn.Module:
 class Merged(NamedTuple):
     """The result of a merge: rounding `errors` by module name.
 
-    An error is the norm of the rounding error divided by the norm of the update. Errors are about 1e-7 in float32,
-    and 0.1 or more in bfloat16, where an update that is small compared with the weights is mostly rounded away.
-    `share` is the fraction of the update that survives rounding: the change of the weights, projected onto the
-    update.
+    An error is the norm of the rounding error divided by the norm of the update. Errors are about 1e-7 in float32
+    and 0.1 or more in bfloat16, since rounding to bfloat16 removes most of a small update. `share` is the fraction
+    of the update that survives rounding: the change of the weights, projected onto the update.
     """
 
     errors: dict[str, float]
@@ -353,8 +352,8 @@ def merge(model: nn.Module, adapter: str | None = None, dtype: torch.dtype | Non
     """Merge the adapter (by default the only one) into the base weights and remove the adapter wrappers.
 
     A quantized base becomes dense. `dtype` is the dtype of the merged matrices, by default the base's. Raises
-    ValueError for a mixture of LoRA experts, and if a module to be merged also has other adapters, because those
-    were trained for the unmerged base.
+    ValueError for a mixture of LoRA experts. Also raises ValueError if a module to be merged has other adapters,
+    since the other adapters were trained for the unmerged base.
     """
     selected = adapted_modules(model, adapter)
     for place, outer in selected.items():
@@ -375,7 +374,7 @@ def merge(model: nn.Module, adapter: str | None = None, dtype: torch.dtype | Non
 
 
 def _merge_place(outer: Adapted, dtype: torch.dtype | None) -> tuple[float, tuple[float, float], nn.Module]:
-    """The relative rounding error of the merged weight, two dot products, and the merged module.
+    """Merge one module; returns (its error as in `Merged.errors`, two dot products, merged module).
 
     The dot products are (change, update) and (update, update). The change is the merged weight minus the base
     weight, both rounded; the update is not rounded.

@@ -1,4 +1,5 @@
-"""Sparse mixtures of LoRA experts: for each token, a router selects and weighs a few updates of a linear layer.
+"""Sparse mixtures of LoRA experts: for each token, a router selects a few updates of a linear layer and their
+weights.
 
 This module is registered in the table `CHANGES` in `changes.py`. LLaVA-MoLE https://arxiv.org/abs/2401.16160, MoLA
 https://arxiv.org/abs/2402.08562, LoRAMoE https://arxiv.org/abs/2312.09979, MoLoRA
@@ -29,7 +30,7 @@ VERSION = 1
 ROUTER_DEVIATION = 0.02
 MLPS = (MLP, GatedMLP)
 SHARING = (Attention, *MLPS)
-"""Classes of modules whose linear layers can share a router, since the layers run in the order of definition."""
+"""Classes whose linear layers can share a router: their first layer in order of definition also runs first."""
 
 
 class Choice:
@@ -38,11 +39,11 @@ class Choice:
     value: tuple[Tensor, Tensor] | None = None
 
     def __deepcopy__(self, memo: object) -> "Choice":
-        return Choice()  # a forward that failed may have left a value
+        return Choice()  # a failed forward may have left a value, which is not copied
 
 
 class ExpertAdapter(Adapter):
-    """Adds to the output the sum of w_e * scale * B_e(A_e(dropout(x))) over a token's `top_k` experts e.
+    """LoRA experts: the update is the sum of w_e * scale * B_e(A_e(dropout(x))) over a token's `top_k` experts e.
 
     `A` is (E, R, I), `B` is (O, E, R), `router` is (E, I). If `top_k` is 1, the weight w_e is the router's softmax
     probability, since a weight normalised to 1 would give the router no gradient. Otherwise the weights of the
@@ -53,7 +54,7 @@ class ExpertAdapter(Adapter):
     """
 
     depends_on_input = True
-    for_each_choice = False, False  # True if each token is multiplied by A (B) `top_k` times, else once
+    for_each_choice = False, False  # for A and B: True if a token is multiplied `top_k` times, not once
     router: nn.Parameter | None
 
     def __init__(
@@ -108,7 +109,7 @@ class ExpertAdapter(Adapter):
         return one_hot, weights / weights.sum(-1, keepdim=True) if self.top_k > 1 else weights
 
     def auxiliary_losses(self, recorded: Sequence[Tensor], real: Tensor | None) -> dict[str, Any]:
-        """The load-balancing loss, times `balance`, of the router logits that all calls recorded."""
+        """`balance` times the load-balancing loss, computed from the router logits that all calls recorded."""
         real = None if real is None else real.repeat(len(recorded))
         return {"balance": self.balance * load_balance(torch.cat([*recorded]), self.top_k, real)}
 
@@ -128,10 +129,10 @@ class ExpertAdapter(Adapter):
 
 
 class HiddenExperts(ExpertAdapter):
-    """LoRA experts of an MLP's gate or up projection, if experts are MLPs (MixLoRA).
+    """LoRA experts of an MLP's gate or up projection in MixLoRA, where each expert is an MLP.
 
-    The forward returns the frozen output and one output per selected expert, so that the MLP computes an
-    activation for each output.
+    The forward returns the output of the frozen projection and one output per selected expert, so that the MLP
+    computes an activation for each output.
     """
 
     keeps_shape = False
@@ -146,12 +147,13 @@ class HiddenExperts(ExpertAdapter):
 
 
 class OutputExperts(ExpertAdapter):
-    """LoRA experts of an MLP's down projection, if experts are MLPs. The forward returns their weighted sum.
+    """LoRA experts of an MLP's down projection in MixLoRA. The forward returns the weighted sum of the experts'
+    outputs.
 
     Let h be the activation of the frozen MLP, h_e the activation of expert e, and W the frozen projection. The
     output is W(h + sum of w_e (h_e - h)) + sum of w_e * scale * B_e(A_e(h_e)). If the weights sum to one, the
-    output equals the weighted sum of the experts, but W is multiplied only once. Until the experts are trained,
-    the output equals W h bit for bit.
+    output equals the weighted sum of the experts, but needs only one product with W. Until the experts are
+    trained, the output equals W h bit for bit.
     """
 
     for_each_choice = True, False
@@ -173,8 +175,8 @@ class OutputExperts(ExpertAdapter):
 def decide(model: nn.Module, options: LoraExperts) -> Change:
     """The record of the change: every setting, and the rank and alpha of each place.
 
-    Raises ValueError with the name of the place if an option is invalid, if the place is an embedding, or if
-    `balance` is above 0 inside the experts of a mixture, since experts cannot tell which of their tokens are
+    Raises ValueError with the name of the place if an option is invalid or if the place is an embedding. Inside
+    the experts of a mixture, `balance` above 0 is invalid, since experts cannot tell which of their tokens are
     padding.
     """
     change = lora.adapter_change("lora-experts", VERSION, model, options)

@@ -1,4 +1,4 @@
-"""The options of each change: arguments of its `decide`, fields of its record, and flags of the command line.
+"""The options of each change: arguments of `decide`, fields of records, and flags of the command line.
 
 Importing this module does not import torch. `NotOffered` fields have no flag and are set from Python only.
 """
@@ -19,7 +19,7 @@ Where = tuple[str, ...]
 
 Kind = Literal["int8", "int4", "int3", "nf4"]
 Method = Literal["rtn", "gptq"]
-"""Methods of quantization; their functions are in `quantization.SOLVERS`."""
+"""Methods of quantization; `quantization.SOLVERS` has the functions of all methods except rtn."""
 RTN, CALIBRATED = "rtn", ("gptq",)  # CALIBRATED methods need text; the first is the default if there is text
 Variant = Literal["lora", "rslora", "dora", "pissa"]
 Pruning = Literal["sparsegpt", "wanda", "magnitude"]
@@ -46,9 +46,9 @@ def targets(default: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of a change. The command prints `NEXT` after the change; {out} becomes the output folder.
+    """The options of a change. After the change, the command prints `NEXT`, with the output folder for {out}.
 
-    Raises ValueError for a value that is not among an option's choices.
+    The constructor raises ValueError for a value that is not among an option's choices.
     """
 
     NEXT: ClassVar[str] = TRAIN
@@ -60,7 +60,7 @@ class Options:
     """Help text of --undo."""
 
     READERS: ClassVar[Mapping[str, Sequence[str]]] = {}
-    """Maps an option to those of its values that need calibration text. If empty, the change always needs text."""
+    """Maps an option to its values that need calibration text; if empty, a change with `TEXT` always needs it."""
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(type(self)).items():
@@ -77,7 +77,7 @@ class Options:
         return {field.name: _as_json(field.name, getattr(self, field.name)) for field in fields(self)}
 
     def changed(self) -> list[str]:
-        """The command-line flags of the options whose values differ from their defaults."""
+        """The flag names, without dashes, of the options whose values differ from their defaults."""
         default = type(self)()
         return [option(f.name) for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)]
 
@@ -103,7 +103,7 @@ class Expand(Options):
     UNDO = "Remove the new blocks, which restores the original weights bit for bit."
 
     blocks: Annotated[int | None, flag("N", "a quarter of the model's blocks")] = None
-    """Number of new blocks, spread evenly."""
+    """Number of new blocks, which are spread evenly."""
     after: Annotated[tuple[int, ...], flag("BLOCK", "all blocks")] = ()
     """Insert new blocks only after these blocks (indices from 0)."""
 
@@ -112,7 +112,7 @@ class Expand(Options):
 class Narrow(Options):
     """Remove the least important heads, neurons, experts and blocks for a smaller, faster and worse model.
 
-    Continue training with dunes train --from, since a few hundred steps recover much of the loss.
+    Continue training with dunes train --from: a few hundred steps undo much of the increase in loss.
 
     Example: dunes augment narrow ~/models/llama ~/models/llama-small --neurons 4096 --blocks 24
     """
@@ -129,7 +129,7 @@ class Narrow(Options):
     blocks: KeepCount = None
     """Blocks to keep."""
     uneven: bool = False
-    """Rank heads and neurons across layers; the layers then differ in size, and only dunes opens the model."""
+    """Rank heads and neurons across layers; the layers then differ in size, and only dunes can open the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +152,7 @@ class Prune(Options):
     sparsity: Annotated[float | None, flag("FRACTION", "0.5, or what --pattern gives")] = None
     """Fraction of each layer's weights to set to zero."""
     pattern: Annotated[str | None, flag("KEPT:GROUP", "any")] = None
-    """Keep KEPT of every GROUP consecutive inputs of an output, such as 2:4 or 4:8."""
+    """Keep KEPT of every GROUP consecutive weights of a row (an output), such as 2:4 or 4:8."""
     where: Annotated[Where, targets("all linear layers of the blocks but routers")] = LINEARS
     """Linear layers to prune; ! excludes, the last match wins."""
 
@@ -171,26 +171,26 @@ class Quantize(Options):
     TEXT, READERS = f"Text for {', '.join(CALIBRATED)}.", {"method": CALIBRATED}
 
     where: Annotated[Where, targets("all linear layers of the blocks but routers")] = LINEARS
-    """Modules to quantize; a wildcard skips quantized ones, so that several kinds can be applied one after
-    another."""
+    """Modules to quantize. Wildcards skip layers that are already quantized, so that several kinds can be applied
+    one after another."""
     kind: Annotated[Kind, flag("|".join(get_args(Kind)))] = "nf4"
     """int8 (a scale for each row), int4 or int3 (a scale for each group of inputs), or nf4 (a scale for each block
     of 64)."""
     double: bool = False
-    """With nf4, also quantize the scales, which saves 0.4 bits per weight."""
+    """With nf4, also quantize the scales, to save 0.4 bits per weight."""
     method: Annotated[
         Method | None,
         flag("|".join(get_args(Method)), "gptq for int4 and int3 if there is calibration text, else rtn"),
     ] = None
-    """Round to nearest (rtn), or minimise the error of outputs on calibration text (gptq)."""
+    """rtn: round to nearest. gptq: minimise the error of outputs on calibration text."""
     group: Annotated[int | None, flag("INPUTS", "64")] = None
-    """Group size of int4 and int3: inputs that share a scale; 0 for a complete row."""
+    """Number of inputs that share a scale in int4 and int3; 0 for a complete row."""
     symmetric: bool = False
-    """Omit zero points, which saves 0.06 bits per weight with groups of 64."""
+    """Omit zero points, to save 0.06 bits per weight with groups of 64."""
     act_order: bool = True
     """With gptq, round the columns with the largest inputs first."""
     override: Annotated[tuple[str, ...], flag("GLOB=KIND", "none")] = ()
-    """Another kind for the modules that match GLOB, or dense to leave them as they are; the last match wins."""
+    """Another kind for the modules that match GLOB, or dense to quantize none of them; the last match wins."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,9 +207,9 @@ class Upcycle(Options):
     top_k: Count = 2
     """Experts that each token is routed to."""
     granularity: Count = 1
-    """Cut each MLP into this many pieces first; tokens are routed to complete sets of pieces."""
+    """Cut each MLP into this many pieces before copying; tokens are routed to complete sets of pieces."""
     drop: Annotated[float, flag("FRACTION")] = 0.0
-    """Reinitialise this fraction of neurons per expert (Drop-Upcycling), which is worse at first, better later."""
+    """Reinitialise this fraction of neurons per expert (Drop-Upcycling): higher loss at first, lower later."""
     balance: NotOffered[float] = 0.01
     """Coefficient of the load-balancing loss."""
     seed: Count = 0
@@ -222,7 +222,7 @@ class Upcycle(Options):
 class Experts(Options):
     """Split each MLP of a dense model into experts, each with a part of its neurons (LLaMA-MoE).
 
-    The result is as large and computes less, but has a much higher loss until it is trained.
+    The result is as large as the dense model and computes less, but has a much higher loss until it is trained.
 
     Example: dunes augment experts ~/models/llama ~/models/llama-moe --top-k 4
 
@@ -238,14 +238,14 @@ class Experts(Options):
     top_k: Count = 2
     """Experts that each token is routed to."""
     shared: Count = 0
-    """With --split importance, number of shared experts, which process every token with the most important
-    neurons."""
+    """Number of shared experts, which get the most important neurons and process every token (only with --split
+    importance)."""
     split: Annotated[Split, flag("|".join(get_args(Split)))] = "random"
-    """Split neurons at random, by balanced k-means over the weights, or by importance on calibration text."""
+    """How to split: random; cluster (balanced k-means of the weights); importance (on calibration text)."""
     gate: Annotated[Gate, flag("|".join(get_args(Gate)))] = "linear"
-    """Router: one linear layer (linear), or two layers with noise as published (noisy)."""
+    """linear: a router of one linear layer. noisy: a router of two layers with noise, as published."""
     scale: Annotated[Scale, flag("|".join(get_args(Scale)))] = "unbiased"
-    """Factor on expert outputs: the number of routed experts (unbiased), or this number / --top-k (official)."""
+    """Factor on expert outputs. unbiased: the number of routed experts. official: this number / --top-k."""
     balance: NotOffered[float] = 0.01
     """Coefficient of the load-balancing loss."""
     seed: Count = 0
@@ -266,9 +266,9 @@ class Lora(Options):
     """Globs of linear layers; an embedding is selected only by its exact name."""
     rank: int = 16
     alpha: float = 32.0
-    """Scaling: the adapter's output is multiplied by alpha / rank."""
+    """Scaling: the adapter's output is multiplied by alpha / rank, or with `rslora` by alpha / sqrt(rank)."""
     ranks: Mapping[str, int] | Sequence[tuple[str, int]] = ()
-    """Ranks other than `rank`, by glob; of several globs that match a place, the last one wins."""
+    """Maps globs of places to ranks other than `rank`; the last glob that matches a place wins."""
     rslora: bool = False
     dora: bool = False
     init: Literal["lora", "pissa"] = "lora"
@@ -280,14 +280,14 @@ class Lora(Options):
 
 
 VARIANTS: dict[str, Any] = {n: {n: True} for n in get_args(Variant)} | {"lora": {}, "pissa": {"init": "pissa"}}
-"""Maps each variant of LoRA, which is also a method of finetuning, to its options of `Lora`."""
+"""Maps each variant of LoRA to the `Lora` options that select it. Each variant is also a method of finetuning."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraExperts(Options):
     """Add an untrained mixture of low-rank experts to each linear layer; outputs stay the same.
 
-    To add and train one on examples, use dunes finetune --method lora-experts.
+    To also train the mixture on examples, use dunes finetune --method lora-experts.
 
     Example: dunes augment lora-experts ~/models/llama ~/models/mixture --experts 4
     """
@@ -299,12 +299,12 @@ class LoraExperts(Options):
     )
     """Modules that get experts; ! excludes, the last match wins."""
     router: Annotated[Router, flag("|".join(get_args(Router)))] = "linear"
-    """linear: a router for each linear layer; shared: a router for the layers of each attention and MLP, which
-    reads the input of the first one; mlp: experts that are MLPs (MixLoRA), with plain LoRA on the other layers."""
+    """linear: one router per linear layer. shared: one router per attention or MLP, on the input of the module's
+    first layer. mlp: experts that are MLPs (MixLoRA), with plain LoRA on the other layers."""
     experts: Count = 8
     """Low-rank experts at each place; 1 is plain LoRA, without a router."""
     top_k: Count = 2
-    """Experts that process each token; if all of them do, the mixture is dense."""
+    """Experts that process each token; if equal to --experts, the mixture is dense."""
     rank: Count = 16
     """Rank of each expert."""
     alpha: Annotated[float, flag("ALPHA")] = 32.0
@@ -327,7 +327,7 @@ class Routing(Options):
     where: str = "**"
     """Glob of the mixtures."""
     shared: int = 0
-    """Number of new shared experts, built like the existing ones, with output projections of zero."""
+    """Number of new shared experts: copies of a routed expert with a zero output projection."""
     bias_rate: float = 0.0
     z_loss: float = 0.0
 
@@ -344,4 +344,4 @@ OPTIONS: dict[str, type[Options]] = {
     "upcycle": Upcycle,
 }
 COMMANDS = ("expand", "narrow", "prune", "quantize", "upcycle", "experts", "lora-experts")
-"""Changes with a command `dunes augment NAME`."""
+"""Names of the changes that have a command `dunes augment NAME`."""

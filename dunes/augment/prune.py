@@ -25,7 +25,7 @@ from dunes.units import plural
 __all__ = ["calibration_tokens"]
 VERSION = 1
 BLOCK = 128
-"""Columns that SparseGPT prunes at once."""
+"""Number of columns in which SparseGPT selects weights together."""
 DAMP = 0.01
 """Damping of the Hessian's diagonal in SparseGPT, as a fraction of the diagonal's mean."""
 HALF = 0.5
@@ -33,7 +33,7 @@ HALF = 0.5
 REFITS = 10
 """Maximum iterations of `refit`."""
 REFIT_TOLERANCE = 1e-4
-"""Relative squared gradient at which `refit` stops."""
+"""`refit` stops when the squared norm of the gradient has fallen to this fraction of its initial value."""
 TINY = 1e-30
 
 
@@ -82,8 +82,8 @@ def _find_linears(model: nn.Module, globs: list[str]) -> dict[str, nn.Linear]:
 def solve(model: nn.Module, change: Change, ids: Tensor | None) -> Iterator[Part]:
     """Prune the layers, block by block; the record gets the numbers of weights and of nonzero weights per layer.
 
-    A layer that gets fewer calibration tokens than it has inputs, such as a rarely used expert, is pruned by
-    magnitude and recorded with the method "magnitude".
+    A layer with fewer calibration tokens than inputs, such as a rarely used expert, is pruned by magnitude. Its
+    entry in the record then has the method "magnitude".
     """
     linears = modules_at(model, change.places)
     places: dict[str, dict[str, Any]] = {}
@@ -137,12 +137,12 @@ def describe(change: Change) -> str:
 
 
 def shape(model: nn.Module, change: Change) -> None:
-    """Make the layers keep their zeros. Raises ValueError, before any change, for unfit places."""
+    """Make the layers keep their zeros. Raises ValueError, before any change, like `mask_linears`."""
     mask_linears(model, change.places)
 
 
 class MaskedLinear(nn.Linear):
-    """A pruned linear layer: weights that are zero before an optimizer step are zero after it.
+    """A pruned linear layer: weights that are zero before an optimizer step are zero after the step.
 
     The trainer calls `before_step` and `after_step`; a training loop of your own must call both. The layer's
     forward and its state dict are the same as in `nn.Linear`.
@@ -160,7 +160,7 @@ class MaskedLinear(nn.Linear):
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Set the weights that `before_step` remembered to zero again."""
+        """Reset to zero the weights that were zero in `before_step`."""
         if self._zeros is not None:
             self.weight.masked_fill_(self._zeros, 0)
             self._zeros = None
@@ -194,21 +194,21 @@ def _convert_linears(model: nn.Module, places: Collection[str], cls: type[nn.Lin
 
 
 class Pattern(NamedTuple):
-    """An N:M pattern: at most `kept` of every `group` consecutive inputs of an output are nonzero."""
+    """An N:M pattern: at most `kept` of every `group` consecutive weights of a row are nonzero."""
 
     kept: int
     group: int
 
 
 class Sparsity(NamedTuple):
-    """The fraction of weights to set to zero, and the N:M pattern, or None for unstructured pruning."""
+    """The fraction of weights to set to zero, and the N:M pattern; `pattern` is None for unstructured pruning."""
 
     fraction: float
     pattern: Pattern | None = None
 
     @classmethod
     def of(cls, fraction: float | None, pattern: str | None) -> "Sparsity":
-        """Parse a pattern like "2:4". The fraction defaults to the pattern's, or to 0.5 without a pattern.
+        """Parse a pattern like "2:4". The default fraction follows from the pattern, or is 0.5 without a pattern.
 
         Raises ValueError for other text, and if the fraction contradicts the pattern.
         """
@@ -228,7 +228,7 @@ class Sparsity(NamedTuple):
     def choose(self, scores: Tensor) -> Tensor:
         """Bool mask of the weights to prune: the weights with the lowest scores (columns, O).
 
-        With a pattern, `columns` is one group, and the lowest scores of each output are pruned.
+        With a pattern, the columns are those of one group, and the lowest scores of each output are chosen.
         """
         if self.pattern is None:
             return smallest(scores, self.fraction)
@@ -237,8 +237,8 @@ class Sparsity(NamedTuple):
     def choose_all(self, scores: Tensor, by_output: bool = False) -> Tensor:
         """Bool mask of the weights to prune in a matrix: the weights with the lowest scores (O, I).
 
-        Scores are compared within each group of the pattern; without a pattern, within each output if `by_output`,
-        else within the complete matrix.
+        With a pattern, scores are compared within each group. Without a pattern, scores are compared within the
+        complete matrix, or within each output if `by_output`.
         """
         if self.pattern is not None:
             groups = scores.view(len(scores), -1, self.pattern.group)
@@ -251,12 +251,12 @@ class Sparsity(NamedTuple):
 def prune_columns(
     weight: Tensor, h: Hessian, sparsity: Sparsity, block: int = BLOCK, zeros: Tensor | None = None
 ) -> Tensor:
-    """Prune a weight (O, I) by SparseGPT, in blocks of `block` columns; returns it in float32.
+    """Prune a weight (O, I) by SparseGPT, in blocks of `block` columns; returns the pruned weight in float32.
 
     In each block, the weights with the lowest error are pruned. The error is w² divided by the squared diagonal of
-    the Cholesky factor (the square roots are compared, since squares may underflow). With a pattern, weights are
-    selected per output and group, when the sweep reaches the group's first column. Weights where `zeros` (O, I)
-    bool is True are pruned first.
+    the Cholesky factor; the square roots are compared, since squares may underflow. With a pattern, weights are
+    selected per output and group, when the sweep reaches the group's first column. Weights at which the bool
+    tensor `zeros` (O, I) is True are pruned first.
     """
     columns = weight.detach().float().T.clone(memory_format=torch.contiguous_format)
     columns[h.dead] = 0
@@ -285,8 +285,8 @@ def refit(pruned: Tensor, weight: Tensor, h: Hessian) -> Tensor:
 
     SparseGPT's sweep compensates a zero only in later columns; this function changes earlier columns, too.
     Conjugate gradients, preconditioned by the diagonal, solve the least-squares problems of all rows at once. A
-    row is returned unchanged if refitting does not reduce its error (measured with the Hessian without damping),
-    or if the change of the error is not finite.
+    row changes only if this reduces its error by a finite amount. This error is measured with the Hessian without
+    damping.
     """
     fitted, nonzero, diagonal = pruned, pruned != 0, h.matrix.diagonal()
     missing = weight.float() - pruned
@@ -303,7 +303,7 @@ def refit(pruned: Tensor, weight: Tensor, h: Hessian) -> Tensor:
         scaled = residual / diagonal
         size, before = (residual * scaled).sum(1, keepdim=True), size
         direction = scaled + size / before.clamp(min=TINY) * direction
-    # The error falls by m H m - (m - c) H (m - c), with m `missing` and c `change`, which is 0 at pruned weights.
+    # With m = `missing` and c = `change` (0 at pruned weights), the error falls by m H m - (m - c) H (m - c).
     change = fitted - pruned
     fall = change * (before_fit + residual) - h.added * change * (2 * missing - change)
     fall = fall.sum(1, keepdim=True)  # products may overflow, or underflow to zero
@@ -319,7 +319,7 @@ def smallest(scores: Tensor, sparsity: float) -> Tensor:
     """Bool mask of the `int(n * sparsity) + 1` lowest of n scores, as in the published code.
 
     If several scores equal the threshold, only as many as needed are in the mask, since a layer with few distinct
-    values would otherwise lose too many weights. But if the threshold is zero, all zeros are in the mask.
+    values would otherwise lose too many weights. If the threshold is zero, all zeros are in the mask.
     """
     count = int(scores.numel() * sparsity) + 1
     threshold = scores.flatten().kthvalue(count).values

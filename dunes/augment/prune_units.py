@@ -34,7 +34,7 @@ LAYERS: dict[str, dict[str, int]] = {
     "groups": {"q": 0, "k": 0, "v": 0, "out": 1},
     "neurons": {"gate": 0, "up": 0, "down": 1},
 }
-"""For each kind of unit: the linear layers to shrink, and the dimension of the weights that indexes units."""
+"""Maps each kind of unit to the linear layers to shrink, each with the weight's dimension that indexes units."""
 
 
 def decide(model: nn.Module, options: Narrow, ids: Tensor | None = None) -> Change:
@@ -104,7 +104,7 @@ def _units(model: Decoder, request: Mapping[str, Any]) -> Iterator[tuple[str, tu
 
 
 def _why_heads_stay(attn: Attention) -> str:
-    """The feature of this attention that depends on the number or order of heads; "" if there is none."""
+    """A noun phrase that says why this attention's heads cannot be removed; "" if they can be removed."""
     if type(attn) is not Attention:
         return f"a {type(attn).__name__}"
     if attn.sinks is not None or hasattr(attn.position, "bias"):
@@ -123,7 +123,7 @@ def _sides(name: str, linear: Any) -> tuple[int, int]:
 
 
 def importances(model: nn.Module, ids: Tensor, units: Mapping[str, int]) -> dict[str, Tensor]:
-    """The importances (U,) float32 of the units, by the name of the linear layer that reads the units.
+    """The importances (U,) float32 of units, keyed by the name of the linear layer whose inputs are these units.
 
     The importance of a unit is the sum over tokens of |outputs of the unit · gradient of the loss|, a first-order
     estimate of how much the loss would change without the unit. `units` maps a layer's name to its number of
@@ -178,7 +178,7 @@ def _kept_units(
 
 
 def _kept_experts(model: Decoder, scores: Mapping[str, Tensor], experts: int) -> dict[str, dict[str, Any]]:
-    """The indices of the experts that each mixture keeps, ranked by the summed importance of their neurons."""
+    """The indices of the experts that each mixture keeps: those with the largest sums of neuron importances."""
     mixtures = {p.name: p.module for p in tree.places(model) if isinstance(p.module, MoE)}
     if not mixtures:
         raise ValueError("experts: this model has no mixture of experts")

@@ -24,7 +24,7 @@ VERSION = 5
 
 @torch.no_grad()
 def dequantize(model: nn.Module) -> list[str]:
-    """Replace quantized layers, also inside wrappers, by dense layers with the rounded weights; return places."""
+    """Replace quantized layers (also in wrappers) by dense layers with the rounded weights; return the places."""
     places = {*_quantized(model)}
 
     def make(base: nn.Module) -> nn.Module:
@@ -37,16 +37,16 @@ def dequantize(model: nn.Module) -> list[str]:
 Solver = Callable[..., Iterator[tuple[dict[str, QuantParams], list[str]]]]
 BITS = {"int8": 8, "int4": 4, "int3": 3}
 SOLVERS: dict[str, Solver] = {"gptq": gptq.solve}
-"""Functions like `gptq.solve`, for all methods except rounding; `ids` is None for a method that reads no text."""
+"""Maps each method except rtn to a function with the parameters of `gptq.solve`; `ids` is None without text."""
 METHODS = dict.fromkeys(BITS, (RTN, *SOLVERS)) | {"nf4": (RTN,)}
 BY_GROUP = ("int4", "int3")
 GROUP = 64
 DENSE = "dense"
-"""The kind, in an override, of places that stay unquantized."""
+"""In an override, the kind that leaves layers unquantized."""
 
 
 def decide(model: nn.Module, options: Quantize, ids: Tensor | None = None) -> Change:
-    """The record of the change: every setting, the places, and the kind and dtype of each place.
+    """The record of a quantization: every setting, and the kind and dtype of each quantized layer.
 
     gptq needs calibration text `ids` (S, T) int64. The default method is gptq with calibration text, and rtn
     without it. int4 and int3 have zero points unless `symmetric`. Of several overrides that match a place, the
@@ -98,7 +98,7 @@ def _override(text: str) -> tuple[str, str]:
 
 
 def _request(options: Quantize, kinds: Collection[str], method: str) -> dict[str, Any]:
-    """The settings that apply to these kinds and this method. Raises ValueError if other settings are given."""
+    """The settings that apply to these kinds and this method. Raises ValueError if any other is set."""
     request: dict[str, Any] = {"kind": options.kind, "double": options.double}
     by_group = {*BY_GROUP} & {*kinds}
     unused = {
@@ -124,8 +124,8 @@ def _dense_layers(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The linear layers to quantize, and their kinds, both keyed by layer name.
 
-    Layers that are quantized already are skipped if a wildcard selects them; if their exact name is given, or if
-    no other layer is selected, ValueError is raised. Raises ValueError also for a glob that selects nothing.
+    Wildcards skip layers that are already quantized. Raises ValueError if a quantized layer is selected by its
+    exact name, if only quantized layers are selected, or if a glob selects nothing.
     """
     rules: list[tuple[list[str], str]] = [(globs, kind), *(([glob], other) for glob, other in overrides)]
     tied = getattr(model, "head", True) is None
@@ -192,7 +192,7 @@ def _layer(base: Any, change: Change, place: str) -> Quantized:
 def solve(model: nn.Module, change: Change, ids: Tensor | None) -> Iterator[Part]:
     """Let the method change the weights, block by block, and yield each part with its scales and zero points.
 
-    A place that got too few tokens is rounded to nearest and recorded with the method "rtn". Raises ValueError,
+    A layer with too few tokens is rounded to nearest; its record then has the method "rtn". Raises ValueError,
     before anything is changed, for weights that are not finite.
     """
     _require_finite(model, change)
@@ -206,7 +206,7 @@ def solve(model: nn.Module, change: Change, ids: Tensor | None) -> Iterator[Part
         part = parts.pop(part_name(next(iter(qparams))))
         to_nearest = {name: {**part.places[name], "method": "rtn"} for name in short}
         yield Part(replace(part, places={**part.places, **to_nearest}), qparams)
-    yield from map(Part, parts.values())  # parts that the method does not support
+    yield from map(Part, parts.values())  # parts whose kind does not support the method
 
 
 def _require_finite(model: nn.Module, change: Change) -> None:
@@ -223,7 +223,8 @@ def _require_finite(model: nn.Module, change: Change) -> None:
 def fill(
     model: nn.Module, change: Change, weights: MutableMapping[str, Tensor], solved: Mapping[str, QuantParams]
 ) -> None:
-    """Quantize the weights, with the scales and zero points in `solved` where given.
+    """Quantize the weights. `solved` maps layers to scales and zero points; for any other layer, they are fitted
+    to its weight.
 
     Each weight is removed from `weights` before it is quantized.
     """

@@ -29,7 +29,7 @@ BLOCK = 64
 OUTER = 256
 """Number of blocks whose scales share one second-level scale in double quantization."""
 PAIR_OFFSET = 128
-"""Offset that `_pairs` adds to codes, because it assembles them as bfloat16 bit patterns."""
+"""Offset of the codes that `_pairs` returns: the last four bits of 128 in bfloat16 are zero, free for a code."""
 DENSE_ROWS = 128  # fit the CPU's cache
 
 
@@ -49,21 +49,16 @@ class Grid:
     """A quantization grid: scale * (code - zero point), with one scale and zero point per group of a row's inputs.
 
     `group` is the number of inputs in a group; 0 makes a group of a complete row. The last group of a row may be
-    shorter. If `symmetric`, the zero point is the middle code, and the weight of largest magnitude gets code 0; so
-    scales may be negative (as in llama.cpp's Q4_0, which uses all codes). Without `symmetric`, zero is represented
-    exactly. `Int8` uses 8 bits: symmetric, by row, with float32 scales.
+    shorter. If `symmetric`, the zero point is the middle code, and the weight of largest magnitude gets code 0.
+    The scale is negative if this weight is positive (as in llama.cpp's Q4_0). Without `symmetric`, zero is
+    represented exactly. `Int8` uses 8 bits: symmetric, by row, with float32 scales.
 
-    Scales of groups are truncated to bfloat16 before codes are computed, which loses almost no accuracy.
+    Scales of groups are truncated to bfloat16 before codes are computed; this loses almost no accuracy.
     """
 
     bits: int
     group: int = 0
     symmetric: bool = False
-
-    def __repr__(self) -> str:
-        """A text that is part of the structure digests in saved folders, so it must not change."""
-        settings = f"bits={self.bits}, group={self.group}, symmetric={self.symmetric}, real_zero=False"
-        return f"Grid({settings})"
 
     @property
     def highest(self) -> int:
@@ -121,14 +116,14 @@ class Grid:
 def _truncated(scale: Tensor) -> Tensor:
     """Round a scale towards zero to bfloat16; return it as float32.
 
-    With a smaller scale, the outermost codes are used, so quantizing the rounded weights again gives the same
-    codes.
+    Rounding towards zero keeps the outermost codes in use, so that quantizing the rounded weights again gives the
+    same codes.
     """
     return (scale.float().contiguous().view(torch.int32) & -65536).view(torch.float32)
 
 
 ROWS = 4
-"""Exported graphs multiply up to this many rows by the codes directly, without dequantizing the matrix first."""
+"""Maximum number of input rows that exported graphs multiply by the codes without dequantizing the matrix."""
 
 
 class Quantized(nn.Module, ABC):
@@ -139,10 +134,10 @@ class Quantized(nn.Module, ABC):
 
     makes_dense = True  # `dense` returns a new matrix without gradient
     supports_packing = True
-    mutable_buffers = ()  # training changes no code and no scale
+    mutable_buffers = ()  # training changes neither codes nor scales
 
     def __init__(self, base: nn.Linear, **buffers: tuple[Sequence[int], torch.dtype] | None) -> None:
-        """`buffers` gives each buffer's shape and dtype by name; None for a buffer that this layer lacks."""
+        """`buffers` maps each buffer's name to (shape, dtype), or to None if this layer lacks the buffer."""
         super().__init__()
         self.in_features, self.out_features, self.bias = base.in_features, base.out_features, base.bias
         self.dtype = base.weight.dtype
@@ -179,7 +174,7 @@ class Quantized(nn.Module, ABC):
     def code_products(self, x: Tensor) -> Tensor | None:
         """Multiply a few rows x (..., T, I) by the codes, in operations that Inductor fuses into one loop.
 
-        Returns (..., T, O) in float32, without bias; None if the layout of the codes does not permit it.
+        Returns (..., T, O) in float32, without bias, or None if the layout of the codes does not permit this.
         """
         return None
 
@@ -191,8 +186,8 @@ class Quantized(nn.Module, ABC):
 def row_sums(x: Tensor, weights: Sequence[Tensor], inputs: Inputs, sums: Sums) -> Tensor:
     """Multiply a few rows x (..., T, I) by a matrix, in a loop that reads the tensors `weights` (O, ...) once.
 
-    Returns (..., T, O). `sums(inputs(row), *parts)` computes the outputs for one row (..., 1, I) and part of the
-    weights. Each iteration reads up to `ROWS` rows of the weights, so that more reads are in flight.
+    Returns (..., T, O). `sums(inputs(row), *parts)` computes the outputs for one row (..., 1, I) and a part of
+    each tensor in `weights`. Each iteration reads up to `ROWS` rows of `weights`, to have more reads in flight.
     """
     tokens = [inputs(x[..., i : i + 1, :].float()) for i in range(x.shape[-2])]
     rows = ROWS // min(len(tokens), 2)
@@ -208,12 +203,12 @@ def nibbles(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
 
 
 def contiguous(*tensors: Tensor) -> Sequence[Tensor]:
-    """Copies of the tensors in one contiguous buffer, so that compiled code reads them in vectors."""
+    """Copies of the tensors in one contiguous buffer, so that compiled code uses vector loads."""
     return torch.cat([t[None] for t in tensors]).unbind(0)
 
 
 class Int8(Quantized):
-    """Symmetric int8: `codes` (O, I) int8 times `scale` (O, 1) float32, the row's largest absolute value / 127."""
+    """Symmetric int8: `codes` (O, I) int8 times `scale` (O, 1) float32 (a row's largest absolute value / 127)."""
 
     codes: Tensor
     scale: Tensor
@@ -233,8 +228,8 @@ class Int8(Quantized):
         return (self.codes.to(torch.float32) * self.scale).to(self.dtype)
 
     def product(self, x: Tensor) -> Tensor:
-        # In bfloat16, scaling the sums is more exact than rounding the dequantized matrix. In float32, many rows
-        # use the dense product, as training and adapters do. In float16, sums over codes could overflow.
+        # In bfloat16, scaling the sums is more exact than rounding the dequantized matrix. In float32, only a few
+        # rows are multiplied by codes; more rows use the dense product, as in training. float16 sums may overflow.
         if not (x.dtype == torch.bfloat16 or (x.dtype == torch.float32 and is_few(x))):
             return super().product(x)
         y = int8_linear(x, self.codes, self.scale[:, 0])
@@ -246,7 +241,7 @@ class Int8(Quantized):
 
 
 class NF4(Quantized):
-    """NF4 (QLoRA): 16 levels, quantiles of the normal distribution, times the largest absolute value of a block.
+    """NF4 (QLoRA): a weight is one of 16 levels (normal quantiles) times its block's largest absolute value.
 
     With `double`, the scales (N,) minus their mean `middle` are quantized to int8; `outer` has one second-level
     scale for each 256 scales.
@@ -278,7 +273,7 @@ class NF4(Quantized):
         if self.outer is None or self.middle is None:
             self.scale.copy_(scale)
             return
-        # In float32, the mean would depend on the number of threads.
+        # A float32 mean would depend on the number of threads.
         self.middle.copy_(scale.double().mean())
         rows = _rows(scale - self.middle, OUTER)
         self.outer.copy_(rows.abs().amax(1, keepdim=True) / 127)
@@ -301,7 +296,7 @@ class NF4(Quantized):
         levels = codebook(self.codes.device)
         if torch.compiler.is_compiling():
             return levels[torch.stack([self.codes >> 4, self.codes & 15], 1).flatten().int()]
-        # Looking up two levels at once, as one number of 8 bytes, takes a third of the time.
+        # Looking up two levels at once, as one number of 8 bytes, takes a third of the time of two look-ups.
         pairs = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], 1).view(torch.int64)[:, 0]
         return pairs.index_select(0, self.codes.int()).view(torch.float32)
 
@@ -338,14 +333,14 @@ def _level(codes: Tensor) -> Tensor:
 
 
 def codebook(device: torch.device | str = "cpu") -> Tensor:
-    """NF4's levels (16,) float32, in a new tensor, since one cached under a fake tensor mode would lack data."""
+    """NF4's levels (16,) float32. The tensor is not cached: made under a fake tensor mode, it would lack data."""
     if torch.compiler.is_exporting():  # native code cannot read an exported graph's constants
         return torch.cat([torch.full((1,), level, device=device) for level in LEVELS])
     return torch.tensor(LEVELS, device=device)
 
 
 INVERSE = 1.0000000649e38
-"""Maximum for the reciprocal of a scale, since bitsandbytes divides by at least 1e-38."""
+"""Maximum for the reciprocal of a scale, since bitsandbytes uses scales of at least 1e-38."""
 
 
 def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -370,18 +365,18 @@ def _rows(flat: Tensor, length: int) -> Tensor:
 
 
 class _Cached(NamedTuple):
-    """A packed matrix, and the state of its source tensors, which shows whether they have changed."""
+    """A packed matrix, and the state of its source tensors when it was packed."""
 
     matrix: int_linear.PackedInt4
     state: list[tuple[int, int]]
-    """(`id(t)`, `t._version`) of each tensor `t` that the matrix was made from, to notice changes."""
+    """(`id(t)`, `t._version`) of each source tensor `t`; a different state means that the matrix is outdated."""
     parts: list[Tensor]
-    """Strong references to these tensors except the codes, to which the cache's keys are weak references."""
+    """The source tensors except the codes. They stay in memory, so that no new tensor gets the same `id`."""
 
 
 PACKED: MutableMapping[Tensor, _Cached] = WeakTensorKeyDictionary()
-"""Cache of matrices in the kernel's layout. The keys are weak references to tensors of codes, so an entry is freed
-together with its codes. The cache is neither copied nor saved with a model."""
+"""Cache of matrices in the layout of the kernel `int4_linear`. The keys are weak references to tensors of codes,
+so an entry is freed together with its codes. The cache is neither copied nor saved with a model."""
 
 
 class GroupInt(Quantized):
@@ -426,16 +421,16 @@ class GroupInt(Quantized):
         return y if self.bias is None else y + self.bias.to(x.dtype)
 
     def _packed(self) -> int_linear.PackedInt4:
-        """The matrix in the layout of the kernel for a few rows, cached as long as the codes exist.
+        """The matrix in the layout of the kernel `int4_linear`, cached as long as the codes exist.
 
-        The packed matrix takes as much memory as the codes, in addition to them.
+        The codes stay in memory, too; the packed matrix adds 4 bits per weight.
         """
         parts = [t for t in (self.codes, self.scale, self.zero) if t is not None]
         state = [(id(t), t._version) for t in parts]
         entry = PACKED.get(self.codes)
         if entry is None or entry.state != state:
             bits, (scale, zero) = self.grid.bits, self.qparams()
-            middle = int_linear.MIDDLE - 2 ** (bits - 1)  # codes near the middle have the least rounding error
+            middle = int_linear.MIDDLE - 2 ** (bits - 1)  # rounding errors are least near the middle
             codes = unpack(self.codes, bits, self.in_features) + middle
             entry = _Cached(int_linear.pack_int4(codes, scale, zero + middle), state, parts[1:])
             PACKED[self.codes] = entry
@@ -471,9 +466,9 @@ class GroupInt(Quantized):
             layer = GroupInt(nn.Linear(self.in_features, self.out_features, False), replace(self.grid, bits=4))
         layer.bias, layer.dtype, layer.scale, layer.codes = self.bias, self.dtype, self.scale, self.codes
         if self.grid.bits == 3:
-            middle = 4 if self.zero is None else 0  # the middle code is 4 in 3 bits, 8 in 4 bits
+            middle = 4 if self.zero is None else 0  # moves the middle code from 4 (3 bits) to 8 (4 bits)
             layer.codes = pack(unpack(self.codes, 3, self.in_features) + middle, 4)
-        if self.zero is not None:  # unpacking takes a tenth of a product's time
+        if self.zero is not None:  # unpacking in each forward would take a tenth of a product's time
             layer.zero = unpack(self.zero, self.grid.bits, len(self.scale[0]))
         return layer.train(self.training)
 

@@ -21,11 +21,12 @@ def is_mixture(module: nn.Module) -> bool:
 
 
 def decide(model: nn.Module, options: Routing) -> Change:
-    """The record of the change: `MoE.extend` is called with these options for each mixture that `where` selects.
+    """The record of a change for which `shape` calls `MoE.extend` with these options, for each mixture that
+    `where` selects.
 
-    Raises ValueError if `where` selects no mixture, if an option is below 0 or all are 0, and if a mixture already
-    trains a selection bias. With `shared`, it also raises ValueError if experts are adapted or quantized, or are
-    not MLPs.
+    Raises ValueError if `where` selects no mixture, if an option is below 0, or if all options are 0. With
+    `bias_rate`, raises ValueError if a mixture already trains a selection bias. With `shared`, raises ValueError
+    unless the experts are plain MLPs, without adapters or quantization.
     """
     where, shared, bias_rate = options.where, options.shared, options.bias_rate
     values = {"shared": shared, "bias_rate": bias_rate, "z_loss": options.z_loss}
@@ -47,7 +48,7 @@ def decide(model: nn.Module, options: Routing) -> Change:
 
 
 def shape(model: nn.Module, change: Change) -> None:
-    """Add shared experts and buffers to the mixtures."""
+    """Add the requested shared experts, selection bias and z-loss to the mixtures."""
     for name, decided in change.places.items():
         moe = _mixture(model, name)
         shared = [deepcopy(moe.experts[0]) for _ in decided["shared"]]

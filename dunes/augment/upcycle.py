@@ -1,7 +1,7 @@
 """Sparse upcycling: replace each dense MLP by a mixture of its copies; outputs stay equal until the model is
 trained.
 
-Sparse upcycling https://arxiv.org/abs/2212.05055, fine-grained with virtual groups
+Papers: sparse upcycling https://arxiv.org/abs/2212.05055, fine-grained experts with virtual groups
 https://arxiv.org/abs/2410.07524, Drop-Upcycling https://arxiv.org/abs/2502.19261. Unlike in the second paper, only
 the down projections are scaled, since a gated MLP is not homogeneous in its other matrices.
 
@@ -58,7 +58,7 @@ def decide(model: nn.Module, options: Upcycle) -> Change:
 
 
 def describe(change: Change) -> str:
-    """One sentence that tells users the number of experts and how they are made."""
+    """One sentence that tells users the number of experts, and how experts are made."""
     experts, top_k, pieces, drop = (change.request[k] for k in ("experts", "top_k", "granularity", "drop"))
     kind = "copies of the MLP" if pieces == 1 else f"{experts // pieces} copies of each {pieces}th of the MLP"
     anew = f", with {drop:.0%} of neurons reinitialized" if drop else ""
@@ -130,7 +130,7 @@ def find_mlps(model: nn.Module, where: tree.Where) -> dict[str, Any]:
 
 
 def require_experts(experts: int, top_k: int) -> None:
-    """Raise ValueError unless 2 <= `top_k` <= `experts`, as a router learns nothing from a single expert."""
+    """Raise ValueError unless 2 <= `top_k` <= `experts`, since a router learns nothing from a single expert."""
     if not 2 <= top_k <= experts:
         raise ValueError(f"top_k is {top_k}; expected 2 to {experts}, the number of experts to choose from")
 
@@ -163,7 +163,7 @@ def new_mixture(
 ) -> MoE:
     """An uninitialised mixture with experts of these widths; the first `shared` experts get every token.
 
-    The router is linear, or of the class `gate` if that is given; such a class has its own balance loss.
+    The router is linear, or of the class `gate` if given. A `gate` computes its own load-balancing loss.
     """
     dim, experts = like.down.out_features, [new_mlp(like, width) for width in widths]
     with torch.device("meta"):
@@ -174,7 +174,7 @@ def new_mixture(
 
 
 def dense_mlps(model: nn.Module, places: Mapping[str, Any], weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The original MLPs of the mixtures at `places`, by name, with their tensors from `weights`."""
+    """The MLPs that the mixtures at `places` replaced, by name; their tensors come from `weights`."""
     paths, mlps = {id(module): f"{path}." for path, module in model.named_modules()}, {}
     for place, moe in modules_at(model, places).items():
         prefix = paths[id(moe)]

@@ -7,9 +7,9 @@
         "Token embeddings alone."
         ...
 
-`Work.bytes` counts each weight once per batch, and also the keys and values of earlier tokens, like the inference
-benchmarks of gpt-fast and nanochat. An expert counts with the probability that uniform routing selects it for any
-of the tokens.
+As in the inference benchmarks of gpt-fast and nanochat, `Work.bytes` counts each weight once per batch, and also
+the keys and values of earlier tokens. An expert's bytes are multiplied by the probability that uniform routing
+selects the expert for at least one token.
 """
 
 import warnings
@@ -43,10 +43,10 @@ Make = Callable[[Subject, Setting], Work]
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark: a function that makes the workload, the default batch size, the memory estimate, and the
-    settings that the function reads.
+    """A benchmark: `make` builds the workload, `reads` names the options that affect it, and `batch` is the
+    default batch size.
 
-    `memory` is None if the memory is not estimated.
+    `memory` estimates the memory of the workload; None if the benchmark has no estimate.
     """
 
     make: Make
@@ -111,8 +111,8 @@ def prefill(subject: Subject, setting: Setting) -> Work:
 def decode(subject: Subject, setting: Setting) -> Work:
     """Decoding token by token: the first half of a context is the prompt, the second half is generated.
 
-    A single row on a CPU is decoded as by `dunes generate`: by native code if `dunes compile` or --compile has
-    created this code (one to five minutes per shape), otherwise by the modules.
+    A single row on a CPU is decoded as by `dunes generate`: by native code if it exists, otherwise by the modules.
+    `dunes compile` and --compile create the native code (one to five minutes per model shape).
     """
     model, half = subject.model(setting.dtype), setting.context // 2
     if half < 2:
@@ -153,7 +153,7 @@ def _compiled_step(model: Decoder, anew: bool) -> CompiledStep | None:
 
 @benchmark(batch=16)
 def score(subject: Subject, setting: Setting) -> Work:
-    """Loss on random ids in nats/token, as computed by `dunes eval`."""
+    """The loss on random ids (nats/token), computed as by `dunes eval`."""
     model, tokenizer = subject.model(), Tokenizer.train("bytes", ())
     ids = _random_ids(model, 1, setting.batch * setting.context + 1)[0].numpy() % 256
     run = lambda _: evaluate(LoadedModel(model, tokenizer, setting.context), ids, getattr(torch, setting.dtype))
@@ -163,7 +163,7 @@ def score(subject: Subject, setting: Setting) -> Work:
 
 @benchmark(reads=("context-length", "dtype"))
 def complete(subject: Subject, setting: Setting) -> Work:
-    """Completion of a truncated line of the standard library."""
+    """Completion of a truncated line of Python's standard library."""
     loaded = LoadedModel(subject.model(setting.dtype), subject.tokenizer, setting.context)
     text = _text(4 * setting.context)
     run = lambda _: CompletionEngine(loaded).complete(text)
@@ -172,7 +172,7 @@ def complete(subject: Subject, setting: Setting) -> Work:
 
 @benchmark(reads=())
 def tokenize(subject: Subject, setting: Setting) -> Work:
-    """Tokenization of the standard library."""
+    """Tokenization of Python's standard library."""
     tokenizer, text = subject.tokenizer, _text(300_000)
     return Work(lambda _: tokenizer.encode(text), len(text.encode()), "bytes")
 
@@ -202,9 +202,9 @@ def _stored_bytes(module: nn.Module) -> int:
 def weight_bytes(model: Decoder, tokens: int = 1) -> float:
     """Bytes of weights, codes and scales that a forward pass over `tokens` tokens reads.
 
-    Embedding tables are left out, since only a few rows are read; a table that the head shares is counted. Only
-    active adapters are counted. An expert counts with the probability that uniform routing selects it for any of
-    the tokens.
+    An embedding table is counted only if the head is tied to it; otherwise, only a few of its rows are read. Only
+    active adapters are counted. An expert's bytes are multiplied by the probability that uniform routing selects
+    the expert for at least one token.
     """
     tied = _table(model).nbytes if model.head is None else 0
     all_weights, embeddings = _active_bytes(model.trunk), _active_bytes(model.embed)
@@ -224,7 +224,8 @@ def _table(model: Decoder) -> torch.Tensor:
 
 
 def cache_elements(model: Decoder, tokens: float) -> float:
-    """Number of KV-cache elements read for the next token after `tokens` tokens, within each layer's window."""
+    """Number of KV-cache elements that the token after `tokens` tokens of a sequence reads, at most a window per
+    layer."""
     layers = (m for m in model.trunk.modules() if isinstance(m, Attention))
     return sum(m.cache_width * min(tokens, m.window or tokens) for m in layers)
 
@@ -235,7 +236,7 @@ def _random_ids(model: Decoder, batch: int, length: int) -> torch.Tensor:
 
 
 def _text(size: int) -> str:
-    """The first `size` characters of the training text of the standard library's files."""
+    """The first `size` characters of the training files of Python's standard library."""
     text = ""
     for document in collect_corpus(["stdlib"]).train:
         text += "".join(document.text())

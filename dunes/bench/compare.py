@@ -1,8 +1,8 @@
 """Find significant differences between two sets of measurements, A and B.
 
-Laps of the same case are paired by round. The estimate is the Hodges-Lehmann median of the logarithms of the
-ratios. The interval is Wilcoxon's signed-rank interval, which assumes no normal distribution and is robust to
-outliers (https://en.wikipedia.org/wiki/Hodges-Lehmann_estimator,
+Laps of the same case are paired by round. The ratio of B's time to A's is estimated by the Hodges-Lehmann median
+of the logarithms of the pairs' ratios. Its confidence interval is Wilcoxon's signed-rank interval, which assumes
+no normal distribution and is robust to outliers (https://en.wikipedia.org/wiki/Hodges-Lehmann_estimator,
 https://en.wikipedia.org/wiki/Wilcoxon_signed-rank_test).
 """
 
@@ -23,8 +23,8 @@ CONFIDENCE = 0.99
 class Difference:
     """Ratio of B's seconds to A's seconds in one case; `interval` is its confidence interval.
 
-    The interval is None if the rounds are too few. `drift`, at least 1, is the ratio of the machine's own rates
-    during A and B.
+    The interval is None if the rounds are too few. `drift` (at least 1) is the factor by which the machine's speed
+    differs between A and B.
     """
 
     what: str
@@ -35,7 +35,7 @@ class Difference:
 
     @property
     def significant(self) -> bool:
-        """True if A and B differ at the given confidence, by more than the machine's drift."""
+        """True if the confidence interval, widened by the factor `drift` at both ends, excludes 1."""
         low, high = self.interval or (1.0, 1.0)
         return not low / self.drift <= 1.0 <= high * self.drift
 
@@ -52,7 +52,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Comparison of A and B: `differences` of common cases, `unmatched` cases of only A or only B, `differing`
+    """Comparison of A and B: `differences` in common cases, `unmatched` cases (in A or B only), `differing`
     columns."""
 
     differences: list[Difference]
@@ -68,9 +68,9 @@ class Comparison:
 def compare(a: Sequence[Row], b: Sequence[Row], confidence: float = CONFIDENCE) -> Comparison:
     """Compare the cases that were measured in both A and B.
 
-    A column that has a single value in A and a single value in B does not distinguish cases. If these two values
-    differ (another model or number of threads), the column is listed in `differing`. Raises ValueError if no case
-    was measured in both, and for an invalid confidence.
+    A column that is constant in A and constant in B does not distinguish cases. If the two constants differ
+    (another model or number of threads), the column is listed in `differing`. Raises ValueError if no case was
+    measured in both, and for an invalid confidence.
     """
     if not 0.5 <= confidence < 1:
         raise ValueError(f"--confidence is {confidence}; expected a number from 0.5 to below 1")
@@ -99,7 +99,7 @@ def _label(columns: Sequence[str], key: Sequence[Any]) -> str:
 
 
 def _ceilings(a: Sequence[Row], b: Sequence[Row]) -> dict[str, tuple[Any, Any]]:
-    """Median rates of the machine itself, which do not depend on the program, during A and during B."""
+    """The machine's median rates of matrix products and of memory reads, during A and during B."""
     results = {}
     for name in ("matmul", "read"):
         x, y = ([float(r[name]) for r in side if r.get(name)] for side in (a, b))
@@ -121,17 +121,16 @@ def _difference(label: str, a: Sequence[Row], b: Sequence[Row], confidence: floa
 def hodges_lehmann(
     values: Sequence[float], confidence: float = CONFIDENCE
 ) -> tuple[float, tuple[float, float] | None]:
-    """The Hodges-Lehmann median of the values and its confidence interval, which is None for too few values."""
+    """The Hodges-Lehmann median of the values, and its confidence interval (None for too few values)."""
     means = sorted((x + y) / 2 for i, x in enumerate(values) for y in values[i:])
     count = _critical(len(values), (1 - confidence) / 2)
     return median(means), None if count is None else (means[count], means[-1 - count])
 
 
 def _critical(n: int, tail: float) -> int | None:
-    """Number of sorted means to cut at each end, from Wilcoxon's signed-rank distribution for n values; None if n
-    is too small.
+    """Index of the sorted pairwise means at which the interval for `n` values begins; None if `n` is too small.
 
-    The number is the largest s with P(sum of positive ranks <= s) <= `tail`.
+    The index is the largest s with P(sum of positive ranks <= s) <= `tail` in Wilcoxon's signed-rank distribution.
     """
     counts = [1]
     for rank in range(1, n + 1):  # counts[s]: the number of the 2^n sign patterns whose positive ranks sum to s

@@ -54,11 +54,11 @@ def exponent(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
 
 
 def scaling_lines(results: Sequence[Row], axis: str) -> dict[str, list[Row]]:
-    """Groups of two or more summaries that differ only in the axis; each group becomes a line of a plot.
+    """Groups of two or more summaries that differ only in `axis`; each group is a line of a plot.
 
-    The keys describe the settings that distinguish the groups.
+    The keys name the settings in which the groups differ.
     """
-    along = {"parameters": ("parameters", "subject")}.get(axis, (axis,))  # each size has its own subject
+    along = {"parameters": ("parameters", "subject")}.get(axis, (axis,))  # another size is also another subject
     columns = [n for n in SETTING if n not in along]
     groups = group_rows(results, columns)
     varying = [i for i, _ in enumerate(columns) if len({k[i] for k in groups}) > 1]
@@ -98,9 +98,10 @@ def rounded(values: Sequence[float]) -> list[str]:
 
 
 def bars(results: Sequence[Mapping[str, Any]], title: str, interval: str = "p25 to p75") -> Any:
-    """A bar chart of rates, labelled with their values; intervals are shown unless `interval` is empty.
+    """A bar chart of rates, labelled with their values. `interval` names the intervals in the axis label; "" draws
+    no intervals.
 
-    `results` are records with `name`, `rate`, `low` and `high` (the ends of the interval) and `unit`.
+    `results` are records with keys `name`, `rate`, `low` and `high` (the ends of the interval), and `unit`.
     """
     p = extra("plotnine", "plot")
     frame = _frame([f | {"label": f"  {format_count(f['rate'])}"} for f in map(dict, results)])
@@ -121,7 +122,7 @@ def bars(results: Sequence[Mapping[str, Any]], title: str, interval: str = "p25 
 
 
 def limits(results: Sequence[Mapping[str, Any]], title: str) -> Any:
-    """Plot rates over their limits, both logarithmic; the dashed line is rate = limit.
+    """Plot measured rates (y) over their limits (x) on logarithmic axes; the dashed line is rate = limit.
 
     `results` are records with `name`, `rate`, `limit` and `unit`.
     """
@@ -167,7 +168,8 @@ def line_plot(records: Sequence[Mapping[str, Any]], by: str, title: str, x: str,
 
 
 def run_points(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Steps, tokens and minutes at each step of a run, and the validation bits/byte `y` (None if not measured)."""
+    """One point per training step: the steps, tokens and minutes so far, and the validation bits/byte `y` (None if
+    not measured)."""
     steps = [line for line in lines if "loss" in line]
     tokens, seconds = (accumulate([line[key] for line in steps]) for key in ("count", "seconds"))
     return [
@@ -177,7 +179,8 @@ def run_points(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def module_bars(report: Report) -> Any:
-    """Bar chart of the time of each module, including its submodules, by phase; equal blocks are summed."""
+    """Bar chart of each module's time, including its submodules, by phase. One bar stands for all modules whose
+    names differ only in a number."""
     p = extra("plotnine", "plot")
     modules = report.inside() | {"(Python, waiting)": {"waiting": report.between}}
     records = [
@@ -197,7 +200,7 @@ def module_bars(report: Report) -> Any:
 
 
 def memory(log: Allocations, resolution: int = 400) -> Any:
-    """Plot of tensor memory over time, by kind, with the peak marked."""
+    """Plot of memory over time, by kind of tensor, with the peak marked."""
     p = extra("plotnine", "plot")
     events = len(log.live)
     moments = sorted({*range(0, events, max(1, events // resolution)), log.moment})
@@ -222,7 +225,8 @@ def memory(log: Allocations, resolution: int = 400) -> Any:
 def draw_all(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Write all plots of these measurements, and return their paths.
 
-    The plots are: scaling over each axis that varies, a bar chart of rates, and rates over limits if known.
+    There is a scaling plot for each axis that varies, a bar chart of rates, and a plot of rates over limits if the
+    limits are known.
     """
     results, paths = summaries(rows), []
     for axis in AXES:

@@ -34,13 +34,13 @@ KINDS: Mapping[str, str] = {
     "views": r"view|reshape|transpose|permute|expand|^t$|empty|squeeze|flatten|detach|strided|select|slice|split",
     "autograd": r"Backward|AccumulateGrad|evaluate_function",
 }
-"""Regular expressions for operation names, by kind. The first match decides; operations without a match are
-elementwise."""
+"""Regular expressions for operation names, by kind. The first match applies; an operation without a match gets the
+kind "elementwise"."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The self time of an operation in one module and phase, in seconds, summed over its calls."""
+    """The self time of an operation in one module and phase (such as "backward"), summed over its calls."""
 
     phase: str
     module: str
@@ -65,8 +65,8 @@ class Report:
     def inside(self) -> dict[str, dict[str, float]]:
         """Seconds of each module, including its submodules, by phase.
 
-        Modules whose names differ only in a number, such as blocks, are summed. The key "" is the total, and the
-        key OUTSIDE is for operations outside of modules (the loss, the optimizer).
+        Modules whose names differ only in a number, such as blocks, are summed. The key "" has the total; the key
+        OUTSIDE has operations outside of all submodules (the loss, the optimizer, ...).
         """
         sums: dict[str, Counter[str]] = {"": Counter()}
         for entry in self.entries:
@@ -125,7 +125,7 @@ def _mark_modules(model: nn.Module) -> Iterator[None]:
 
 
 def _entries(events: list[FunctionEvent], cuda: bool) -> list[Entry]:
-    """Entries of the operations, each with the module in whose forward or backward pass it ran."""
+    """An entry for each operation, with the module in whose forward or backward pass the operation ran."""
     makers: dict[int, str] = {}
     for event in events:
         if event.sequence_nr >= 0 and not _is_autograd_engine(event) and (name := _module(event)) is not None:
@@ -144,7 +144,7 @@ def profile_work(work: Work) -> tuple[Report, float]:
     """Profile one run of the workload; returns the report and the profiler's relative overhead (0.1 for 10 %)."""
     assert work.model is not None, "the caller asked for a benchmark that runs a model"
     unprofiled = []
-    for _ in range(4):  # the first runs load kernels
+    for _ in range(4):  # the first run loads kernels, so its time is ignored
         state, start = work.setup(), perf_counter()
         work.run(state)
         measure.synchronize(measure.device())
@@ -178,7 +178,7 @@ def _module(event: FunctionEvent) -> str | None:
 
 
 def _place(event: FunctionEvent, makers: Mapping[int, str]) -> tuple[str, str]:
-    """The phase and the module of an event."""
+    """The phase and the module in which an event ran; the module is "" outside of all submodules."""
     for ancestor in _ancestors(event):
         if _is_autograd_engine(ancestor):
             return "backward", makers.get(ancestor.sequence_nr, "")

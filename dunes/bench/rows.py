@@ -23,7 +23,7 @@ SETTING = (
 
 
 def read_rows(path: Path, warn: Line = print_warning) -> list[Row]:
-    """All rows of a .jsonl file; `warn` is called with a message about invalid lines.
+    """All valid rows of a .jsonl file; `warn` is called with a message about invalid lines.
 
     Raises ValueError, naming the file, if the file is missing or contains no measurements.
     """
@@ -46,8 +46,8 @@ def group_rows(rows: Iterable[Row], columns: Sequence[str] = SETTING) -> dict[tu
 def summarize(rows: Sequence[Row]) -> Row:
     """Summarize the rounds of one case in one record: medians, and the quartiles of the seconds.
 
-    `limit` is the roofline rate in units per second: the lower of (highest measured read rate / bytes per unit)
-    and (matrix product rate / operations per unit).
+    `limit` is the roofline rate in units per second: the highest measured read rate divided by the bytes per unit,
+    or the matrix product rate divided by the FLOPs per unit, whichever is lower.
     """
     first = rows[0]
     seconds = [float(row["seconds"]) for row in rows]

@@ -28,8 +28,8 @@ from dunes.runs.train_config import parse_size
 from dunes.units import format_bytes, format_seconds
 
 FRAGMENTS = 1.5
-"""Upper bound of (growth of the process / size of its tensors); fragmentation makes this ratio larger than 1
-(docs/log/training.md, "The estimate of memory is a step on tensors without data")."""
+"""Upper bound of the ratio of a process's growth to the size of its tensors. Because of fragmentation, the ratio
+is above 1 (docs/log/training.md, "The estimate of memory is a step on tensors without data")."""
 
 LEAST = 0.2
 """Minimum duration of a lap in seconds; a shorter workload is run several times per lap."""
@@ -38,7 +38,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
-class Shapes:  # each value of a field is a case; an empty field means the default
+class Shapes:  # each field lists the values to measure; () selects its default
     models: Annotated[tuple[Path, ...], tyro.conf.Positional, flag("MODEL", "none")] = ()
     """Model folders."""
     sizes: Annotated[tuple[str, ...], flag("SIZE", "none", name="size")] = ()
@@ -58,19 +58,19 @@ class Shapes:  # each value of a field is a case; an empty field means the defau
 
 
 @dataclass(frozen=True)
-class Request(Shapes):  # models, settings and numbers of threads to measure in all combinations
+class Request(Shapes):  # all combinations of the fields' values are measured
     threads: Annotated[tuple[int, ...], flag("THREADS", "measured")] = ()
     """Numbers of threads."""
     compile: bool = False
-    """For decode, compile missing native code first, which takes one to five minutes per shape."""
+    """With decode: first compile missing native code (one to five minutes per model shape)."""
 
 
 @dataclass(frozen=True)
 class Case:
     """A case to time: a model with a setting.
 
-    `bytes` is the size of the model's weights, `resident` is the memory between runs, and `peak` is the estimated
-    peak memory (None if unknown), all in bytes.
+    Sizes are in bytes: `bytes` is the size of the weights, `resident` is the memory between runs, and `peak` is
+    the estimated peak memory (None if unknown).
     """
 
     subject: Subject
@@ -82,7 +82,8 @@ class Case:
 
 
 def cases(name: str, request: Request) -> list[Case]:
-    """The cases of a request. Raises ValueError for settings that the model or machine does not support."""
+    """All cases of a request, with their estimated memory. Raises ValueError for settings that the model or
+    machine does not support."""
     benchmark = BENCHMARKS[name]
     results = [_case(benchmark, *pair) for pair in subjects_with_settings(name, request)]
     _check_memory(results)
@@ -90,7 +91,7 @@ def cases(name: str, request: Request) -> list[Case]:
 
 
 def subjects_with_settings(name: str, request: Request) -> list[tuple[Subject, Setting]]:
-    """All pairs of a subject and a setting of the request. Raises ValueError for invalid settings."""
+    """All pairs of a model and a setting of the request. Raises ValueError for invalid settings."""
     counts = {"batch": request.batches, "context-length": request.contexts, "threads": request.threads}
     for option, values in counts.items():
         if min(values, default=1) < 1:
@@ -103,7 +104,7 @@ def subjects_with_settings(name: str, request: Request) -> list[tuple[Subject, S
         raise ValueError("nothing to measure; pass a model folder, or a shape such as --size 3m")
     if invalid := [d for d in request.dtypes if d not in DTYPES]:
         raise ValueError(f"--dtype is {invalid[0]!r}; it must be one of {', '.join(DTYPES)}")
-    subjects, results = [*_subjects(request)], []  # errors are raised before slow measurements
+    subjects, results = [*_subjects(request)], []  # first: an invalid model raises before slow measurements
     dtypes_and_threads = _dtypes_and_threads(name, request)
     for subject in subjects:
         contexts = request.contexts or (subject.context,)
@@ -146,7 +147,8 @@ def _case(benchmark: Benchmark, subject: Subject, setting: Setting) -> Case:
 
 
 def _check_memory(results: Sequence[Case]) -> None:
-    """Raise ValueError if memory does not suffice for all models at once plus the run of one model."""
+    """Raise ValueError unless free memory suffices to hold all models and to run the one that needs most
+    additional memory."""
     need = FRAGMENTS * (sum(c.resident for c in results) + max((c.peak or 0) - c.resident for c in results))
     if (free := measure.free_memory(measure.device())) and need > free:
         raise ValueError(
@@ -174,11 +176,11 @@ def race(
     least: float = LEAST,
     clock: Callable[[], float] = perf_counter,
 ) -> Iterator[Lap]:
-    """Time all workloads in turn; yields `rounds` laps of each, in the order A B, then B A, then A B.
+    """Time all workloads in turn; yields `rounds` laps of each workload, in the order A B, then B A, then A B.
 
-    The alternating order cancels a steady drift of speed in the comparison of any two workloads. First, each
-    workload runs twice without yielding a lap, to load kernels and to choose the number of runs per lap.
-    `before(name)` is called before each lap and not timed.
+    The alternating order cancels a steady drift of the machine's speed when two workloads are compared. First,
+    each workload runs twice without yielding a lap. These runs load kernels, and determine the number of runs per
+    lap. `before(name)` is called before each lap, and is not timed.
     """
     runs = {}
     for name, work in works.items():
@@ -193,7 +195,8 @@ def race(
 
 
 def _time(work: Work, runs: int, clock: Callable[[], float]) -> tuple[float, float | None]:
-    """Seconds per run without the setup, and seconds including `then` (None if the workload has no `then`)."""
+    """Mean seconds of `work.run`, and of `work.run` followed by `work.then` (None without `then`). The setup is
+    not timed."""
     total = extended = 0.0
     for _ in range(runs):
         state = work.setup()
@@ -211,7 +214,7 @@ def _time(work: Work, runs: int, clock: Callable[[], float]) -> tuple[float, flo
 def bench(name: str, request: Request, rounds: int, out: Path, least: float = LEAST) -> list[rows.Row]:
     """Time the cases of a request in turn, and append a row to `out` after each lap; returns the rows.
 
-    Shows the phase, the remaining time once it is known, and the fraction of laps done. Raises ValueError for an
+    Shows the phase, the fraction of laps done, and an estimate of the remaining time. Raises ValueError for an
     invalid request, before any timing.
     """
     if rounds < 1:
@@ -234,7 +237,7 @@ def bench(name: str, request: Request, rounds: int, out: Path, least: float = LE
         row = _row(name, numbered[lap.name], works[lap.name], lap, ceilings) | machine
         append_record(out, row)
         results.append(row)
-        # The warm-up took about as long as a round.
+        # The warm-up counts as one round, since it takes about as long.
         remaining = (perf_counter() - start) / (len(works) + len(results)) * (laps - len(results))
         words = f"{name} round {lap.round + 1} of {rounds}, {format_seconds(round(remaining))} left"
         report(words, len(results) / laps)
@@ -242,15 +245,15 @@ def bench(name: str, request: Request, rounds: int, out: Path, least: float = LE
 
 
 class Ceilings:
-    """The machine's rates of matrix products and of reads, measured once per round. `read` returns the highest
-    rate so far."""
+    """The machine's rates of matrix products and of memory reads, measured once per round. `read` returns the
+    highest rate measured so far."""
 
     def __init__(self) -> None:
         self.matmul = cache(self._matmul)
         self._read = cache(lambda size, threads, round: measure.read_rate(measure.device(), size, 0.1))
 
     def _matmul(self, dtype: str, threads: int, round: int) -> float:
-        """FLOP/s of matrix products in this dtype, or in float32 if float32 is faster; measured once per round."""
+        """FLOP/s of matrix products in `dtype` or in float32, whichever is faster; measured once per round."""
         return max(measure.matmul_rate(getattr(torch, d), measure.device()) for d in {dtype, "float32"})
 
     def read(self, size: int, threads: int, round: int) -> float:

@@ -50,7 +50,7 @@ class MemoryEstimate:
         return _measure_in_child(self)
 
     def record(self, truth: MeasuredMemory | None) -> dict[str, Any]:
-        """The estimate, and the measurement `truth` if given, as a JSON object."""
+        """The estimate as a JSON object; unless `truth` is None, the object includes this measured memory."""
         shape = asdict(self.shape) | {"dtype": str(self.shape.dtype).removeprefix("torch.")}
         kinds = {str(kind): size for (kind,), size in self.log.by("kind").items()}
         results = {"subject": self.subject.name, **shape, "inference": self.inference, "peak": self.log.peak}
@@ -58,7 +58,7 @@ class MemoryEstimate:
 
 
 def estimate_memory(subject: Subject, setting: Setting, checkpointing: bool, inference: bool) -> MemoryEstimate:
-    """Estimate the memory of a step with this setting, on tensors without data."""
+    """Estimate the memory of a step by running it with these settings on tensors without data."""
     shape = Shape(setting.batch, setting.context, getattr(torch, setting.dtype), checkpointing)
     return MemoryEstimate(subject, shape, inference, _work(inference)(subject.outline, shape))
 
@@ -68,7 +68,7 @@ def _work(inference: bool) -> Any:
 
 
 TRIMMING_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-"""glibc settings to return freed memory to the system at once, so that resident memory matches the tensors."""
+"""glibc settings that return freed memory to the system at once, so that resident memory matches the tensors."""
 
 
 def _measure_in_child(f: MemoryEstimate) -> MeasuredMemory:
@@ -96,7 +96,7 @@ def _measure_step(request: dict[str, Any]) -> MeasuredMemory:
     batch, context, dtype, checkpointing = request["step"]
     shape, work = Shape(batch, context, getattr(torch, dtype), checkpointing), _work(request["inference"])
     small = Shape(2, 64, shape.dtype, checkpointing)
-    family = subject.family if subject.family in FAMILIES else TrainConfig.family  # a user's function has no sizes
+    family = subject.family if subject.family in FAMILIES else TrainConfig.family  # a function builds one size
     work(of_shape(family, 300_000, 64).outline, small, estimated=False)
     before = measure.reset_peak_memory(measure.device())
     log = work(subject.outline, shape, estimated=False)

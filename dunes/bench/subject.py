@@ -32,10 +32,11 @@ CONTEXT = 256
 class Work:
     """A workload to time: `run(setup())`. Only `run` is timed.
 
-    `then` is called with the result of `run`; the time to first token is measured until `then` returns.
+    `then` is called with the result of `run`. The time to first token is measured from the start of `run` until
+    `then` returns.
 
-    One run processes `amount` units (`unit`: tokens, bytes, ...), does `flops` floating-point operations, and
-    reads at least `bytes` bytes (0: unknown). `model` is the model that runs, if any.
+    One run processes `amount` units; `unit` names them (tokens, bytes, ...). A run does `flops` floating-point
+    operations and reads at least `bytes` bytes (0: unknown). `model` is the model that runs, if any.
     """
 
     run: Callable[[Any], object]
@@ -54,7 +55,7 @@ class Work:
 class Setting:
     """Settings of a measurement: batch size, sequence length, dtype of matrix products, number of threads.
 
-    If `compile` is true, native code for decoding is compiled first unless it exists.
+    If `compile` is true, missing native code for decoding is compiled first.
     """
 
     batch: int
@@ -68,7 +69,7 @@ class Setting:
 class Subject:
     """A model to measure: a folder, or a family with about `size` parameters.
 
-    `outline` builds the model with uninitialised weights, which cost no memory on fake or meta tensors.
+    `outline()` builds the model with uninitialised weights; as fake or meta tensors, the weights take no memory.
     """
 
     name: str
@@ -108,8 +109,8 @@ def scratch() -> Path:
 
 
 def of_folder(folder: Path) -> Subject:
-    """The model in a folder. Raises ValueError if this is no model folder."""
-    # Loading an adapter applies its changes to the base.
+    """The model in a folder. Raises ValueError if the folder contains no model."""
+    # The architecture of a loaded adapter includes the adapter's changes to the base.
     model = checkpoint.load(folder) if is_adapter(folder) else checkpoint.describe(folder)
     return Subject(str(folder), model.architecture.family, model.context_length, model.architecture.build, folder)
 

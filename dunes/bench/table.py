@@ -79,7 +79,7 @@ def print_times(report: Report, overhead: float) -> None:
 
 
 def print_memory(log: Allocations) -> None:
-    """Print the peak memory by kind, and the modules or functions that allocated most of it."""
+    """Print the peak memory by kind, and the modules or functions that allocated most of the peak memory."""
     peak = log.peak or 1
     kinds = [[k, format_bytes(b), f"{b / peak:.1%}", bar(b / peak)] for (k,), b in log.by("kind").items()]
     print_table(f"peak tensor memory: {format_bytes(log.peak)}", ["", "bytes", "share", ""], kinds)

@@ -1,8 +1,8 @@
 """Model folders in formats that other tools open, and training states of runs.
 
-Start with `load`, `save`, `describe`, `load_adapter`, `save_adapter`, `convert.convert` and `export.export`. Use
-`save_weights` and `load_weights` for any network, `save_state` and `load_state` for a run. torch is imported when
-one of these names is first used; importing `checkpoint.formats` does not import torch.
+Start with `load`, `save`, `describe`, `load_adapter`, `save_adapter`, `convert.convert` and `export.export`. For
+any network, use `save_weights` and `load_weights`; for a run's training state, `save_state` and `load_state`.
+torch is imported when one of these names is first used; importing `checkpoint.formats` does not import torch.
 """
 
 import importlib

@@ -1,9 +1,10 @@
 """The architecture of a model: its family and config, or the function that builds it, and later changes to it.
 
-The family and config of a built model follow from its modules alone. If no Hugging Face config describes a model,
-its card records the architecture. Loading builds the structure, repeats the changes, and compares the result with
-the saved model before any weight is read. The function that builds a model is passed to `load`, or imported by its
-name in the card; functions outside of `dunes.models` are imported only if the caller trusts the card.
+`hf_config_of` derives the family and config of a built model from its modules. If no Hugging Face config describes
+a model, its card records the architecture. Loading builds the model, repeats its later changes, and compares the
+modules and tensors with the saved model's before any weight is read. The caller of `load` passes the function that
+builds a model, or `load` imports the function that the card names. Functions outside of `dunes.models` are
+imported only if the caller trusts the card.
 """
 
 import importlib
@@ -38,7 +39,7 @@ from dunes.units import plural
 Build: TypeAlias = Callable[..., nn.Module]
 NAME = re.compile(r"([\w-]+\.py|[A-Za-z_]\w*(\.\w+)*):[A-Za-z_]\w*(\.\w+)*", re.ASCII)
 OURS = re.compile(r"dunes\.models\.[a-z]\w*:[A-Za-z]\w*", re.ASCII)
-"""Pattern for functions and classes in `dunes.models`; these are imported even if the card is not trusted."""
+"""Pattern for functions and classes in `dunes.models`, which are imported even if the card is not trusted."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,9 @@ class Architecture:
 
     @classmethod
     def of_function(cls, function: Build, **arguments: Any) -> Self:
-        """The architecture of `function(**arguments)`. Raises TypeError or ValueError for non-JSON arguments."""
+        """The architecture of `function(**arguments)`. Raises TypeError or ValueError for arguments that JSON
+        cannot hold.
+        """
         stored = json.loads(json.dumps(arguments, allow_nan=False))
         return cls(function_name(function), stored, function=function)
 
@@ -60,8 +63,8 @@ class Architecture:
     def of_card(cls, card: Mapping[str, Any], path: Path, function: Build | None = None) -> Self:
         """The architecture in a card. `function` builds the model; by default, the card's function is imported.
 
-        Outside of `trust_cards`, only functions of `dunes.models` are imported. Raises ValueError if the card is
-        damaged or has an unknown change, or if importing the function is not permitted or fails.
+        Outside of the context `trust_cards`, only functions of `dunes.models` are imported. Raises ValueError if
+        the card is damaged, has an unknown change, or names a function that cannot or may not be imported.
         """
         family, config = card.get("family"), card.get("config")
         try:
@@ -95,14 +98,16 @@ class Architecture:
 
     @classmethod
     def of_hf_config(cls, config: Mapping[str, Any], path: Path) -> Self:
-        """The architecture that the config.json of `path` describes. Raises ValueError for an invalid config."""
+        """The architecture that `config`, the content of the config.json at `path`, describes. Raises ValueError
+        for an invalid config.
+        """
         with naming_errors(path):
             family = family_of(config)
             return cls(family, FAMILIES[family].from_hf(dict(config)))
 
     @property
     def trust_option(self) -> str:
-        """ " --trust-code" if opening a folder of this model needs it, otherwise empty."""
+        """The text " --trust-code" if opening a folder of this model needs this option, otherwise empty."""
         return "" if self.function is None or OURS.fullmatch(self.family) else " --trust-code"
 
     def record(self) -> dict[str, Any]:
@@ -113,9 +118,10 @@ class Architecture:
         return entries | {"changes": [change.record() for change in self.changes]}
 
     def build(self, on_meta: bool = False) -> Decoder:
-        """Build the model without its saved weights, on the default device, or with `on_meta` on the meta device.
+        """Build the model without its saved weights. With `on_meta`, a family's model is built on the meta device.
 
-        A function may build a module that is no Decoder; code that needs a Decoder then raises AttributeError.
+        A build function chooses the device itself, and may return a module that is no Decoder. Code that needs a
+        Decoder then raises AttributeError.
         """
         if self.function is not None:
             model = call_build(self.function, self.config)
@@ -128,7 +134,7 @@ class Architecture:
         return cast(Decoder, model)
 
     def outline(self) -> Decoder:
-        """The model on the meta device; a model that a function builds is on the device chosen by the function."""
+        """The model on the meta device, or on the device that its build function chooses."""
         return self.build(on_meta=True)
 
 
@@ -137,9 +143,8 @@ def describe(
 ) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
     """A model's card entries and its tensors by name; a tied tensor is listed under its first name.
 
-    Without an architecture, the card has only the name of the model's class. The architecture must build the same
-    model, except for the values of parameters and persistent buffers; otherwise raises ValueError with the first
-    differences.
+    Without an architecture, the card names only the model's class. Raises ValueError with the first differences if
+    the architecture builds a different model; values of parameters and persistent buffers may differ.
     """
     _require_values(model)
     weights, tied = saved_tensors(model)
@@ -174,7 +179,9 @@ def compare_structure(
 
 
 def fill(model: nn.Module, files: Weights, card: Mapping[str, Any]) -> None:
-    """Load the files' values into the model; if any tensor is on the meta device, all are replaced."""
+    """Load the files' values into the model. If a tensor of the model is on the meta device, all of the model's
+    tensors are replaced.
+    """
     state = {key: stored.read() for key, stored in files.items()}
     state |= {key: state[first] for key, first in card["structure"]["tied"].items()}
     model.load_state_dict(state, assign=any(t.is_meta for t in model.state_dict().values()))
@@ -205,7 +212,7 @@ def call_build(build: Build, arguments: Mapping[str, Any]) -> nn.Module:
 
 
 def _name_table(structure: Any, key: str, path: Path) -> dict[str, str]:
-    """The table `key` in the card's structure. Raises ValueError unless the table maps strings to strings."""
+    """The dict under `key` in the card's `structure`. Raises ValueError unless it maps strings to strings."""
     table = structure.get(key) if isinstance(structure, dict) else None
     if not isinstance(table, dict) or not all(isinstance(value, str) for value in table.values()):
         raise ValueError(f"{path}: 'structure' must have an object {key!r}; download the file again")
@@ -213,7 +220,7 @@ def _name_table(structure: Any, key: str, path: Path) -> dict[str, str]:
 
 
 def saved_tensors(model: nn.Module) -> tuple[dict[str, LazyTensor], dict[str, str]]:
-    """The tensors to save, by name; and a dict from each further name of a tied tensor to its first name."""
+    """The tensors to save, by name, and a dict from each alias of a tied tensor to the tensor's first name."""
     first: dict[int, str] = {}
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     names = {key: first.setdefault(id(tensor), key) for key, tensor in tensors}
@@ -227,7 +234,7 @@ def tensor_differences(
 ) -> Iterator[Difference]:
     """Differences between a model's tensors and the files' tensors, in name, shape, dtype and tying.
 
-    The weights of a family may be stored in any floating-point dtype.
+    If the model belongs to a family, its floating-point weights may be stored in any floating-point dtype.
     """
     (expected, expected_ties), any_float = saved_tensors(model), architecture.function is None
     differing = {key for key in {**expected_ties, **tied} if expected_ties.get(key) != tied.get(key)}
@@ -247,7 +254,7 @@ def tensor_differences(
 
 
 def _settings(model: nn.Module) -> dict[str, dict[str, str]]:
-    """Class and plain attributes of each module, by the module's name."""
+    """The class and public attributes of each module, by the module's name."""
     return {row.place: {"class": row.class_name, **row.attributes} for row in module_rows(model)}
 
 
@@ -257,7 +264,7 @@ def _module_digests(model: nn.Module) -> dict[str, str]:
 
 
 def _module_differences(model: nn.Module, digests: Mapping[str, str]) -> Iterator[Difference]:
-    """A difference for each module that does not match its digest, or that only one of the two models has."""
+    """Yield a difference for each module that is missing, is new, or does not match its digest."""
     actual = _module_digests(model)
     for name in sorted(actual.keys() | digests.keys()):
         if actual.get(name) != digests.get(name):
@@ -267,7 +274,9 @@ def _module_differences(model: nn.Module, digests: Mapping[str, str]) -> Iterato
 
 
 def _unsaved_differences(model: nn.Module, rebuilt: nn.Module) -> Iterator[str]:
-    """A line for each difference in attributes or non-persistent buffers, which saving would lose."""
+    """Yield a line for each attribute or non-persistent buffer that differs in `rebuilt`; saving would lose its
+    value.
+    """
     expected, actual = _settings(model), _settings(rebuilt)
     for name in expected.keys() & actual.keys():
         for key in sorted(expected[name].keys() | actual[name].keys()):
@@ -285,10 +294,11 @@ def _equal_tensors(a: Tensor, b: Tensor) -> bool:
 
 
 def import_build(name: str, folder: Path) -> Build:
-    """Import the function or class "module:name" or "file.py:name" that builds the model in this folder.
+    """Import the function or class "module:name" or "file.py:name" that builds a model; errors name `folder`.
 
-    Modules are searched on the import path and in the current folder, files only in the current folder. Raises
-    ValueError if the import fails, or if the object is in `dunes.models` and builds no network.
+    A module is searched for on the import path and in the current folder, a file only in the current folder.
+    Raises ValueError if the import fails, if the object is not callable, or if it is in `dunes.models` and builds
+    no network.
     """
     module_name, _, attributes = name.partition(":")
     paths = [*sys.path]
@@ -313,13 +323,15 @@ def import_build(name: str, folder: Path) -> Build:
 
 
 def _builds_network(value: Any, module: str) -> bool:
-    """True if `value` is an nn.Module class or a function annotated to return one, defined in `module` itself."""
+    """True if the Python module defines `value`, an nn.Module class or a function annotated to return one."""
     result = value if isinstance(value, type) else get_type_hints(value).get("return")
     return value.__module__ == module and isinstance(result, type) and issubclass(result, nn.Module)
 
 
 def _import_module(name: str) -> ModuleType:
-    """Import a module by name, or a script in the current folder by file name, such as the running script."""
+    """Import a module by name, or a script in the current folder by file name; the running script is not run
+    again.
+    """
     if not name.endswith(".py"):
         return importlib.import_module(name)
     main = sys.modules["__main__"]
@@ -334,9 +346,9 @@ def _import_module(name: str) -> ModuleType:
 
 
 def hf_config_of(model: nn.Module, context_length: int, loads: bool = True) -> Architecture | str:
-    """Family and config that build exactly this model; otherwise, text on how the closest family differs.
+    """Family and config that build exactly this model, or text that says how the closest family's model differs.
 
-    If `loads` is true, transformers must also be able to load and run the config.
+    If `loads` is true, the result is also text if transformers refuses the config or computes other logits.
     """
     if getattr(model, "ahead", None) is not None:
         return "it has modules that predict further ahead in training; save `model.trunk`, which lacks them"
@@ -372,7 +384,7 @@ def _first_difference(model: nn.Module, rebuilt: nn.Module) -> tuple[int, str] |
 
 
 def _difference(a: ModuleRow, b: ModuleRow) -> str:
-    """Text on the first difference between two modules, in the class, a setting or a tensor."""
+    """Text on the first difference between two modules: their class, a setting or a tensor."""
     if a.class_name != b.class_name:
         return f"is {a.class_name}, not {b.class_name}"
     actual, expected = {**a.attributes, **a.tensors}, {**b.attributes, **b.tensors}
@@ -381,7 +393,7 @@ def _difference(a: ModuleRow, b: ModuleRow) -> str:
 
 
 def _first_other_part(model: nn.Module, family: str, error: Exception) -> tuple[int, str]:
-    """Number of modules before the first one that a family cannot read, and text on this module.
+    """Number of modules before the first module that a family cannot read, and text on this module.
 
     If no module differs from the family's modules, the text is the message of `error`.
     """
@@ -402,7 +414,7 @@ def _first_other_part(model: nn.Module, family: str, error: Exception) -> tuple[
 
 @contextmanager
 def naming_errors(path: Path) -> Iterator[None]:
-    """Turn errors in the context into a ValueError on one line that names the file."""
+    """Context that turns an error into a one-line ValueError that names the file."""
     try:
         yield
     except KeyError as key:
@@ -413,7 +425,7 @@ def naming_errors(path: Path) -> Iterator[None]:
 
 
 def require_depth(architecture: Architecture, tensors: int, folder: Path) -> None:
-    """Raise ValueError if the config has more blocks than the files have tensors, before the blocks are built."""
+    """Before blocks are built, raise ValueError if the config has more blocks than the files have tensors."""
     if architecture.function is None and (depth := architecture.config.depth) > tensors:
         described = f"the config describes {depth:,} blocks, the files have {plural(tensors, 'tensor')}"
         raise ValueError(f"{folder}: {described}; config and files belong to different models")

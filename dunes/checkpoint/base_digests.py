@@ -20,9 +20,9 @@ from dunes.checkpoint.weights.safetensors_file import quote
 from dunes.files import atomic
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Dtypes in which a card has digests of a dense base."""
+"""A card has a digest of the dense base after a cast to each of these dtypes."""
 READ = (".safetensors", ".bin", ".pth", ".gguf", ".json")
-"""Suffixes of files from which a model is read."""
+"""Suffixes of the files that make up a model."""
 ANY_BASE_HINT = "or use this one unverified: any_base=True (--any-base)"
 
 
@@ -43,7 +43,9 @@ class BaseWeights:
         return next(iter(self.dtypes)) if len(self.dtypes) == 1 and not self.quantized else None
 
     def sha256(self, *dtypes: torch.dtype | None) -> list[str]:
-        """A digest for each dtype, of the weights' names, shapes and values cast to this dtype (None: no cast)."""
+        """For each dtype, a digest of the weights' names, shapes and values after a cast to this dtype (None: no
+        cast).
+        """
         exact = [dtype or self.dtype for dtype in dtypes]
         if new := [dtype for dtype in dict.fromkeys(exact) if dtype not in self._digest_cache]:
             self._digest_cache |= dict(zip(new, map(_digest, self._lines(new)), strict=True))
@@ -70,7 +72,7 @@ class BaseWeights:
         return lines
 
     def can_round_to(self, dtype: torch.dtype) -> bool:
-        """True if the weights are dense and have this dtype or a wider one."""
+        """True if the weights are dense, and either all have this dtype or some have a wider one."""
         bits = max((torch.finfo(d).bits for d in self.dtypes), default=0)
         return not self.quantized and (self.dtypes == {dtype} or torch.finfo(dtype).bits < bits)
 
@@ -80,7 +82,7 @@ def _digest(lines: list[str]) -> str:
 
 
 def _part(name: str) -> str:
-    """The child, or the entry of a ModuleList, that has a weight: "blocks.3" for "blocks.3.attn.q.weight"."""
+    """Name of the child or ModuleList entry that contains a weight: "blocks.3" for "blocks.3.attn.q.weight"."""
     child, *rest = name.split(".")
     return f"{child}.{rest[0]}" if rest and rest[0].isdigit() else child
 
@@ -91,13 +93,13 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def weights_identity(model: nn.Module) -> dict[str, str]:
-    """Digests of the blocks and the model's other children, and `kind`, as in `base_identity`."""
+    """Digests of the model's blocks and other children, by name, and `kind` as in `base_identity`."""
     weights = BaseWeights(model, adapters=True)
     return {"kind": weights.kind, **weights.part_digests()}
 
 
 def changed_part(model: nn.Module, identity: Mapping[str, str]) -> str | None:
-    """The first block or other child whose weights differ from an earlier `weights_identity`, or None."""
+    """Name of the first block or other child whose weights differ from an earlier `weights_identity`, or None."""
     parts = weights_identity(model)
     differing = {part for part in parts.keys() | identity.keys() if parts.get(part) != identity.get(part)}
     return next(
@@ -108,10 +110,10 @@ def changed_part(model: nn.Module, identity: Mapping[str, str]) -> str | None:
 def base_identity(model: nn.Module, folder: Path | None = None) -> dict[str, Any]:
     """Digests of the base's weights, without adapters, as stored in an adapter's card.
 
-    `kind` is the dtype or quantization, and `sha256` the digest of the weights. For a dense base, `digests` are
-    also computed after casting to float32, bfloat16 and float16. If the model was just loaded from `folder`, pass
-    `folder` to record its `file_stamps` as `files`; while the stamps stay the same, loading need not compute the
-    digests again.
+    `kind` is the dtype or quantization, and `sha256` the digest of the weights. For a dense base, `digests` has
+    the digests after casts to float32, bfloat16 and float16. If the model was just loaded from `folder`, pass
+    `folder` to record its `file_stamps` as `files`. While these stamps stay the same, loading the adapter need not
+    compute the digests.
     """
     files = {} if folder is None else {"files": file_stamps(folder)}
     weights = BaseWeights(model)
@@ -122,7 +124,7 @@ def base_identity(model: nn.Module, folder: Path | None = None) -> dict[str, Any
 
 
 def file_stamps(base: Path) -> dict[str, list[int]]:
-    """Size in bytes and modification time in ns of each file that a model is read from, by name."""
+    """Size (bytes) and modification time (ns) of each file with a suffix in READ, by name."""
     files = sorted(base.iterdir()) if base.is_dir() else [base]
     stats = {file.name: file.stat() for file in files if file.suffix in READ and file.is_file()}
     return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
@@ -138,7 +140,7 @@ def is_unchanged(base: Path, card: Mapping[str, Any]) -> bool:
 class BaseRecord:
     """The `base_identity` in an adapter's card, which identifies the weights that the adapter was trained on.
 
-    `digests` has the dense base's digests by dtype; empty if none was computed before the base was quantized.
+    `digests` maps dtypes to digests of the dense base, and is empty if none was computed before quantization.
     """
 
     kind: str
@@ -147,7 +149,7 @@ class BaseRecord:
 
     @classmethod
     def read(cls, card: Mapping[str, Any], folder: Path) -> "BaseRecord | None":
-        """The record in a card, or None without digests of a base. Raises ValueError for a damaged record."""
+        """The record in a card; None if the card has no digests. Raises ValueError for a damaged record."""
         base = card.get("base") or {}
         try:
             if not base.keys() & {"kind", "sha256", "digests"}:
@@ -173,7 +175,9 @@ class BaseRecord:
 
 
 def read_base_record(card: Mapping[str, Any], folder: Path) -> BaseRecord | None:
-    """The record in an adapter's card, or None with a warning. Raises ValueError if the record is damaged."""
+    """The record in an adapter's card; warns and returns None if the card has no digests. Raises ValueError if the
+    record is damaged.
+    """
     record = BaseRecord.read(card, folder)
     if record is None:
         warnings.warn(
@@ -183,7 +187,7 @@ def read_base_record(card: Mapping[str, Any], folder: Path) -> BaseRecord | None
 
 
 def check_base(weights: BaseWeights, record: BaseRecord, folder: Path) -> None:
-    """Raise ValueError unless the weights match the record, possibly after a cast to one of its dtypes."""
+    """Raise ValueError unless the weights, or the weights cast to one of the record's dtypes, match the record."""
     if record.is_of(weights):
         return
     comparable = [dtype for dtype in record.digests if weights.can_round_to(dtype)]

@@ -1,4 +1,4 @@
-"""The card of a model folder, `dunes.json`, which lists the files' digests; and atomic saves into a folder."""
+"""The card of a model folder (`dunes.json`, which lists the files' digests), and atomic saves into a folder."""
 
 import json
 import os
@@ -21,14 +21,14 @@ FORMAT = 3
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
 UNFINISHED = ".unfinished"
-"""Subfolder with the finished parts of a change that is in progress."""
+"""Subfolder with parts of a model that a running `dunes augment` has finished, such as quantized blocks."""
 READY = ".ready"
 """Subfolder of a complete save whose files are being renamed into place."""
 T = TypeVar("T")
 
 
 def ready_folder(folder: Path) -> Path:
-    """The path of a folder's `.ready` subfolder. Raises ValueError if it is a symbolic link."""
+    """The path of a folder's `.ready` subfolder. Raises ValueError if the subfolder is a symbolic link."""
     if (folder / READY).is_symlink():
         raise ValueError(f"{folder / READY}: a symbolic link, not a folder created by dunes; remove it")
     return folder / READY
@@ -58,10 +58,11 @@ def listed_files(folder: Path, card: Mapping[str, Any]) -> dict[str, tuple[int, 
 
 
 def verified_card(folder: Path, max_bytes: float = atomic.LARGE) -> dict[str, Any]:
-    """The card of a folder after `finish_save`, or {}. Raises ValueError for a file that differs from its entry.
+    """Call `finish_save`, and return the folder's card, or {}. Raises ValueError for a file that differs from its
+    entry.
 
-    Each listed file must be a plain file in the folder with the listed size. If all files have at most `max_bytes`
-    in total, each must also have the listed SHA-256.
+    An entry has the name, size and SHA-256 of a plain file in the folder. SHA-256 is compared only if all files
+    have at most `max_bytes` in total.
     """
     card = read_card(finish_save(folder))
     files = listed_files(folder, card)
@@ -85,7 +86,7 @@ def _file_error(folder: Path, name: str, reason: str) -> ValueError:
 
 
 def finish_save(folder: Path) -> Path:
-    """Finish a save that was interrupted after its files were written, or wait for one in progress.
+    """Finish a save that was interrupted after its files were written, or wait for a save in progress.
 
     Returns the folder. Raises OSError if renaming fails, and ValueError if `.ready` is a symbolic link.
     """
@@ -97,7 +98,7 @@ def finish_save(folder: Path) -> Path:
 
 
 def place_files(folder: Path) -> None:
-    """Move the files of `.ready` into the folder, the card last. The caller has locked the folder."""
+    """Move the files of `.ready` into the folder, the card last. The caller must hold the folder's lock."""
     if not (ready := ready_folder(folder)).is_dir():
         return
     _remove_old(folder, ready)
@@ -115,7 +116,7 @@ def _remove_old(folder: Path, ready: Path) -> None:
     """Remove an older save's files that are not part of the new save."""
     new, old = {f.name for f in ready.iterdir()} | {*listed_files(ready, read_card(ready))}, set[str]()
     if CARD in new:
-        with suppress(ValueError):  # the older card is damaged
+        with suppress(ValueError):  # raised if the older card is damaged
             paths = {name: folder / name for name in listed_files(folder, read_card(folder)) if name != ".."}
             old = {name for name, path in paths.items() if path.parent == folder and not path.is_dir()}
     if new & {WEIGHTS, INDEX}:
@@ -125,7 +126,9 @@ def _remove_old(folder: Path, ready: Path) -> None:
 
 
 def read_consistently(folder: Path, read: Callable[[Path], T]) -> T:
-    """The result of `read(folder)`, read again if another thread or process saved into the folder meanwhile."""
+    """The result of `read(folder)`; calls `read` again if another thread or process saved into the folder
+    meanwhile.
+    """
     before = _save_stamp(finish_save(folder))
     try:
         result = read(folder)
@@ -142,7 +145,7 @@ def _save_stamp(folder: Path) -> list[tuple[str, int, int]]:
     """A value that changes with each save into the folder."""
     stamps = []
     for path in (folder / CARD, folder / READY):
-        with suppress(OSError):  # a save renames the file, `folder` is a GGUF file, or links form a loop
+        with suppress(OSError):  # a save is renaming the file, `folder` is a GGUF file, or links form a loop
             stat = path.stat()
             stamps.append((path.name, stat.st_ino, stat.st_mtime_ns))
     return stamps
@@ -165,7 +168,7 @@ def write_files(folder: Path, fill: Callable[[Path], None], size: int) -> None:
 def _publish(staged: Path, ready: Path) -> None:
     """Rename the temporary folder to `.ready`, and then its files into place."""
     with folder_lock(ready.parent):
-        place_files(ready.parent)  # finishes another save that was interrupted meanwhile
+        place_files(ready.parent)  # finishes a save that was interrupted earlier
         os.rename(staged, ready)
         atomic.fsync_path(ready.parent)
         place_files(ready.parent)
@@ -192,7 +195,7 @@ def exclusive_folder(out: Path) -> Iterator[None]:
     out.mkdir(parents=True, exist_ok=True)
     try:
         with folder_lock(out, wait=False), ExitStack() as stack:
-            shutil.rmtree(out / UNFINISHED, ignore_errors=True)  # left by a change that was killed
+            shutil.rmtree(out / UNFINISHED, ignore_errors=True)  # a killed process may have left it
             stack.callback(shutil.rmtree, out / UNFINISHED, ignore_errors=True)
             yield
     except BlockingIOError:
@@ -205,7 +208,7 @@ def exclusive_folder(out: Path) -> Iterator[None]:
 
 
 def require_new_folder(source: Path, out: Path) -> None:
-    """Raise ValueError unless `out` is a new or empty folder, and neither it nor the source contains the other."""
+    """Raise ValueError if `out` is a file or a non-empty folder, or if `out` or the source contains the other."""
     a, b = source.resolve(), out.resolve()
     if a == b or a in b.parents or b in a.parents:
         raise ValueError(f"{out}: source and result must not contain each other; choose another folder")
@@ -216,7 +219,7 @@ def require_new_folder(source: Path, out: Path) -> None:
     if links := [path for path in (ready, out / UNFINISHED) if path.is_symlink()]:
         raise ValueError(f"{links[0]}: a symbolic link, not a folder created by dunes; remove it")
     if ready.is_dir():
-        with folder_lock(out):  # another process may be renaming the files
+        with folder_lock(out):  # another process may be renaming the files.
             # Remove a complete save if none of its files was renamed into place yet; otherwise finish it.
             shutil.rmtree(ready) if _empty(out) and (ready / CARD).is_file() else finish_save(out)
     if out.exists() and (ready.exists() or not _empty(out)):
@@ -224,5 +227,5 @@ def require_new_folder(source: Path, out: Path) -> None:
 
 
 def _empty(path: Path) -> bool:
-    """True if the folder is empty except for hidden files, which an interrupted conversion leaves."""
+    """True if the folder is empty except for hidden files, since an interrupted conversion leaves hidden files."""
     return all(p.name.startswith(".") for p in path.iterdir())

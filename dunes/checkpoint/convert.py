@@ -18,7 +18,7 @@ from dunes.models import FAMILIES, refusal, written_names
 from dunes.models.names import fields
 from dunes.progress import phase
 from dunes.text import Tokenizer
-from dunes.text.tokenizer import MAX_BYTES, original_files
+from dunes.text.tokenizer import original_files
 
 FOREIGN = ("auto_map", "quantization_config", "transformers_version", "_name_or_path", "torch_dtype", "dtype")
 """Keys of a config.json that are not copied, since they refer to code or get new values."""
@@ -31,9 +31,9 @@ def convert(
 ) -> Verification:
     """Write the source's model as a new Hugging Face folder.
 
-    Tensors are written one at a time into a temporary folder, which is read back and verified before it is renamed
-    into place. `facts` about the source go into the card. Raises ValueError before anything is written if the
-    source is incomplete or `out` exists, and after writing if the logits of source and result differ.
+    Tensors are written one at a time into a temporary folder. The folder is read back and verified, then renamed
+    to `out`. `facts` about the source go into the card. Raises ValueError, and writes nothing, if the source is
+    incomplete, if `out` exists, or if the logits of source and result differ.
     """
     edit = partial(_converted, source, dtype, facts or {})
     return rewrite(source.folder, out, edit, phase("writing", 0.0, WRITTEN))
@@ -53,7 +53,7 @@ def _converted(source: OpenedModel, dtype: torch.dtype | None, facts: Mapping[st
 
     def compare(staged: Path) -> tuple[Verification, Mapping[str, Any]]:
         for path in original_files(source.folder):  # tokenizer files of other libraries
-            (staged / path.name).write_bytes(read_file(path, MAX_BYTES))
+            (staged / path.name).write_bytes(read_file(path))
         with phase("comparing", WRITTEN, 1.0):
             verified = verify(source, open_model(staged), rounded)
         return verified, {"converted": converted | {"verified": verified.card()} | earlier}
@@ -69,7 +69,7 @@ def _converted(source: OpenedModel, dtype: torch.dtype | None, facts: Mapping[st
 
 
 def _hf_config(source: OpenedModel, model: Architecture, dtype: torch.dtype | None) -> dict[str, Any]:
-    """The content of the config.json to write: the family's keys, and further keys of the source."""
+    """The content of the config.json to write: the family's keys, and the source's other keys except FOREIGN."""
     dtypes = [w.dtype for w in source.files.values()]
     name = str(dtype or max(set(dtypes), key=dtypes.count)).removeprefix("torch.")
     others = {k: v for k, v in source.hf_config.items() if k not in FOREIGN}
@@ -78,7 +78,9 @@ def _hf_config(source: OpenedModel, model: Architecture, dtype: torch.dtype | No
 
 
 def read_name_table(path: Path) -> dict[str, str]:
-    """Read a JSON file that maps a model's tensor names to Hugging Face's; `{i}` is an index in both names."""
+    """Read a JSON file that maps a model's tensor names to Hugging Face's; `{i}` stands for an index in both
+    names.
+    """
     content = json_file.read(path.resolve())  # follows symbolic links, since the user chose the path
     if wrong := [k for k, v in content.items() if not isinstance(v, str)]:
         raise ValueError(f"{path}: the value of {wrong[0]!r} must be a name in quotes")

@@ -39,16 +39,18 @@ from dunes.units import plural
 
 Into = Literal["dequantized", "original"]
 MOST_LOST = 0.5
-"""A merge that keeps a smaller share of the adapter's update causes a warning."""
+"""The report warns if a merge keeps less than this share of the adapter's update."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """The result of an export. `merged` has each merged module's rounding error, and the share of the update kept.
+    """The result of an export. `merged` has each merged module's rounding error, and the share of the update that
+    the merge kept.
 
-    If an adapter of a quantized base was merged into the original weights, `moved` is the relative distance of the
-    result's logits from the trained model's, and `allowed` its limit. `pruned` is the number of pruned matrices,
-    which keep their zeros.
+    `moved` and `allowed` are set if an adapter of a quantized base was merged into the original weights. `moved`
+    is the relative distance of the adapter's logits on the original base from its logits on the quantized base,
+    and `allowed` is the limit of this distance. `pruned` is the number of pruned matrices; the result has the same
+    zeros.
     """
 
     merged: Merged
@@ -61,7 +63,7 @@ class Report:
         lines = [self.verified.verdict + ("" if self.moved is None else ", to the adapter on the original base")]
         if errors := self.merged.errors:
             place, worst = max(errors.items(), key=lambda pair: pair[1])
-            share = min(self.merged.share, 1)  # rounding to another dtype may increase it
+            share = min(self.merged.share, 1)  # rounding to another dtype may increase the share
             lines.append(
                 f"merged into {plural(len(errors), 'matrix', 'matrices')}, which keep {share:.1%} of the update; "
                 f"rounding error relative to the update: {mean(errors.values()):.1e} on average, {worst:.1e} at "
@@ -94,9 +96,9 @@ def export(
 ) -> Report:
     """Write the model in `folder` and its tokenizer to `out`; merges the active adapter and dequantizes weights.
 
-    `into` selects the weights into which an adapter of a quantized base is merged: the dequantized weights, on
-    which it was trained (default), or the original weights. `dtype` is the dtype of the result, by default the
-    base's. `any_base` accepts an unverified base and records this in the card. Raises ValueError, and writes
+    `into` selects the weights into which an adapter of a quantized base is merged: the original weights, or the
+    dequantized weights that the adapter was trained on (default). `dtype` is the dtype of the result, by default
+    the base's. `any_base` accepts an unverified base, and is recorded in the card. Raises ValueError, and writes
     nothing, if `out` exists, if no Hugging Face config describes the result, or if the result's logits differ from
     the model's.
     """
@@ -140,7 +142,7 @@ def _is_quantized(model: Decoder) -> bool:
 
 
 def is_plain(folder: Path) -> bool:
-    """True if a folder has a Hugging Face model in any format, without adapters or changes."""
+    """True if a folder has no adapter, and a Hugging Face config describes its model completely."""
     return not is_adapter(folder) and not has_own_form(read_card(readable_folder(folder)))
 
 
@@ -148,8 +150,8 @@ def write_format(folder: Path, out: Path, to: str, dtype: str | None = None, exa
     """Write the model or network in `folder` as `out`, in a format of FORMATS; returns a line for the user.
 
     `dtype` is by default the model's own; `example` has the sizes of a network's input, batch included. Raises
-    ValueError, and writes nothing, if `out` exists, if the format cannot express the model, or if the result reads
-    back differently.
+    ValueError, and writes nothing, if `out` exists, if the format cannot express the model, or if the result, read
+    back, differs from the model.
     """
     form, module = FORMATS[to], import_module(f"{formats.__name__}.{to.replace('-', '_')}")
     if form.suffix and (out.exists() or out.is_symlink()):
@@ -166,7 +168,7 @@ def write_format(folder: Path, out: Path, to: str, dtype: str | None = None, exa
 
 
 def check_example(folder: Path, to: str, dtype: str | None, example: Sequence[int]) -> None:
-    """Raise ValueError if the options do not fit the kind of model in the folder (language model or network)."""
+    """Raise ValueError unless the options fit: a language model takes no `example`, another network no `dtype`."""
     if not checkpoint.is_network(folder):
         if example:
             raise ValueError(f"--example: omit it, since {folder} is a language model")
@@ -182,8 +184,8 @@ def check_example(folder: Path, to: str, dtype: str | None, example: Sequence[in
 def _open_dense(folder: Path, reader: str) -> tuple[Architecture, Weights, Tokenizer | None]:
     """The architecture, the dense weights (active adapter merged, in the base's dtype), and the tokenizer.
 
-    The weights of a plain folder are not read from its files yet. `reader` is the program that will read the
-    result, for error messages.
+    If `is_plain(folder)`, the weights are lazy, so this function does not read them. `reader` is the program that
+    will read the result, for error messages.
     """
     if is_plain(folder):
         opened = open_verified_model(folder)
@@ -197,7 +199,7 @@ def _open_dense(folder: Path, reader: str) -> tuple[Architecture, Weights, Token
 
 
 def _merge_active(model: Decoder, dtype: torch.dtype) -> Merged:
-    """Merge the active adapter and remove the others; the result's `share` is 1 if no adapter is active."""
+    """Merge the active adapter, and remove all others; the result's `share` is 1 if no adapter is active."""
     active = active_adapter(model)
     adapters = {name for m in model.modules() if isinstance(m, Adapted) for name in m.adapters}
     for name in adapters - {active}:
@@ -206,7 +208,7 @@ def _merge_active(model: Decoder, dtype: torch.dtype) -> Merged:
 
 
 def _changes(folder: Path, card: Mapping[str, Any]) -> list[Any]:
-    """Records of all changes so far, including changes of an adapter's base."""
+    """Records of all changes to the model, including the card's history and changes to an adapter's base."""
     base = checkpoint.describe(base_folder(folder)).architecture.changes if is_adapter(folder) else ()
     return [*card.get("history", []), *(change.record() for change in base), *card.get("changes", [])]
 
@@ -218,7 +220,8 @@ def _note(folder: Path, places: list[str], quantized: list[str], dtype: torch.dt
 
 
 def _check_distance(original: Decoder, trained: LoadedModel) -> tuple[float, ...]:
-    """Relative distance between the adapter's logits on the original base and on the trained base; and its limit.
+    """Relative distance between the adapter's logits on the original base and on the base it was trained on; also
+    the limit of this distance.
 
     Raises ValueError if the distance exceeds the limit.
     """

@@ -1,9 +1,9 @@
 """Download a model from the Hugging Face Hub into the Hub's cache, which has a folder for each commit.
 
-A branch is resolved to its commit. huggingface_hub caches the list of files in that commit, downloads missing
-files, verifies their sizes, and needs no network for cached files. This module selects the files to download:
-weights in one format only, and never code. Downloaded large files are compared with their SHA-256; `hf cache
-verify` compares cached files.
+A branch is resolved to its commit. huggingface_hub caches the commit's list of files, downloads missing files, and
+verifies their sizes. Cached files need no network. This module selects the files to download: weights in one
+format only, and never code. Downloaded large files are compared with their SHA-256; `hf cache verify` compares
+cached files.
 
 The cache's layout (blobs named by digest, snapshots of links to blobs, refs) is described at
 https://huggingface.co/docs/huggingface_hub/guides/manage-cache
@@ -32,7 +32,7 @@ BESIDE = (
     r"(config|generation_config|params|special_tokens_map|tekken|dunes|tokenizer\w*)\.json"
     r"|tokenizer\.model(\.v\w+)?|chat_template\.jinja"
 )
-# Formats of weights, the best first: safetensors before pickles, one file before shards, usual names first.
+# Patterns of weights' file names, the preferred first (safetensors before pickles), and the index of the shards.
 FORMS = {
     r"model\.safetensors": None,
     r"model-[\w-]+\.safetensors": "model.safetensors.index.json",
@@ -62,7 +62,7 @@ def parse_name(model: str, revision: str | None) -> tuple[str, str]:
 
 def download(name: str, revision: str) -> tuple[Path, str]:
     """Download the missing files of a revision; returns the revision's folder in the cache, and its commit."""
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # read when the package is imported
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # read by huggingface_hub when it is imported
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from huggingface_hub import constants, snapshot_download
@@ -89,7 +89,8 @@ def download(name: str, revision: str) -> tuple[Path, str]:
 def _resolve(name: str, revision: str, store: Path) -> tuple[str, dict[str, int]]:
     """The commit of a revision, and the number of bytes to download for each file in this commit.
 
-    A commit whose list of files is cached needs no request. (`HfApi.resolve_revision` lacks a timeout.)
+    If `revision` is a commit whose list of files is cached, no request is sent. (`HfApi.resolve_revision` is not
+    used, since it has no timeout.)
     """
     from huggingface_hub import HfApi
 
@@ -111,7 +112,7 @@ def _resolve(name: str, revision: str, store: Path) -> tuple[str, dict[str, int]
 
 
 def _cached_listing(name: str, commit: str, store: Path) -> dict[str, int]:
-    """Files of a commit and their sizes according to the cache; empty if nothing is cached."""
+    """The cached list of a commit's files, with their sizes; empty if nothing is cached."""
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
@@ -122,7 +123,7 @@ def _cached_listing(name: str, commit: str, store: Path) -> dict[str, int]:
 
 
 def _read_ref(ref: Path) -> str:
-    """The commit of a branch according to the cache; empty if the cache does not have the branch."""
+    """The cached commit of a branch; empty if the cache does not have the branch."""
     return ref.read_text().strip() if ref.is_file() else ""
 
 
@@ -139,7 +140,7 @@ def select_files(files: Mapping[str, int], name: str) -> dict[str, int]:
 
 
 def _failure(error: Exception, name: str, revision: str) -> ValueError:
-    """A ValueError on one line, with a remedy, for a request that the Hub refused or did not receive."""
+    """A one-line ValueError, with a remedy, for a request to the Hub that failed."""
     from huggingface_hub import constants
 
     causes: list[BaseException] = [error]

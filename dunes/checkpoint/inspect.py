@@ -44,7 +44,8 @@ SHOWN = 40
 class Verdict:
     """The tokenizer, if it can be read, and the reasons why `load` would refuse the folder.
 
-    `built` is False if the model's structure was not compared because its function was not imported or failed.
+    `built` is False if the function that builds the model failed or was not imported, so no structure was
+    compared.
     """
 
     tokenizer: Tokenizer | None
@@ -53,7 +54,7 @@ class Verdict:
 
 
 def open_to_describe(folder: Path) -> OpenedModel:
-    """Open a folder; a build function that may not be imported is replaced by one that raises ValueError."""
+    """Open a folder; a function that raises ValueError replaces a build function that may not be imported."""
     try:
         return open_model(folder)
     except ValueError as error:
@@ -70,7 +71,7 @@ def open_to_describe(folder: Path) -> OpenedModel:
 
 
 def judge(opened: OpenedModel) -> Verdict:
-    """The verdict on a folder. Files of any size are compared with the digests in the folder's card."""
+    """The verdict on a folder, whose files of any size are compared with the digests in its card."""
     tokenizer, reasons, built = None, [], True
     try:
         _ = opened.expected  # raises if the model cannot be built
@@ -152,7 +153,7 @@ def _parameters(opened: OpenedModel) -> Iterator[str]:
 
 
 def _format(value: Any) -> str:
-    if is_dataclass(value):  # a rotary scaling: its name, and the fields that differ from their defaults
+    if is_dataclass(value):  # a rotary scaling's name, and fields that differ from their defaults
         changed = [f"{f.name} {_format(x)}" for f in fields(value) if (x := getattr(value, f.name)) != f.default]
         return " ".join([type(value).__name__.lower(), *changed])
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
@@ -187,8 +188,8 @@ def _count_odd(tensor: Tensor) -> Counter[str]:
 def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str | None]:
     """Lines that describe an adapter's folder, and the reason why `load` would refuse it, or None.
 
-    The base's files are compared with the digests in the base's card. With `values`, the adapter is loaded, which
-    also compares the base's weights with the digests in the adapter's card. Raises ValueError if the folder has no
+    The base's files are compared with the digests in the base's card. With `values`, the adapter is loaded, and
+    the base's weights are compared with the digests in the adapter's card. Raises ValueError if the folder has no
     adapter.
     """
     folder = readable_folder(folder)

@@ -1,8 +1,8 @@
 """Open a model from its folder in any supported format, or from the folders of an adapter and its base.
 
-The functions stand in the order in which they run. `locate_model` finds the folder. `open_model` recognises the
-format, and reads the config and the headers of the weight files. An `OpenedModel` outlines the model on the meta
-device and compares the files' tensors with it. `load_decoder` fills the model, and `load_tokenizer` reads the
+The functions are defined in the order in which they run. `locate_model` finds the folder. `open_model` recognises
+the format, and reads the config and the headers of the weight files. An `OpenedModel` outlines the model on the
+meta device and compares the files' tensors with it. `load_decoder` fills the model, and `load_tokenizer` reads the
 tokenizer. `load` does all this. The last functions open adapters, and networks that are no language model.
 """
 
@@ -70,16 +70,18 @@ from dunes.units import format_bytes, format_count, plural
 OWN = "dunes"
 """Name of dunes' own format."""
 POSITIONS = "embed.place.weight"
-"""Name of learned position embeddings."""
+"""Name of the tensor of learned position embeddings."""
 OTHER_BASE = "put it back, or choose another: dunes train --out {} --resume --from BASE --override base"
-"""The remedy if the base to which a run refers is gone or changed."""
+"""The remedy in an error about a run whose base is gone or changed."""
 ROUNDED_FROM = 30_000_000
 """Minimum number of parameters of models that `round_for_speed` casts to bfloat16."""
 
 
 @dataclass(frozen=True)
 class ModelLocation:
-    """A model's local folder; for a model from the Hub, `origin` has `repository` and `revision` (a commit)."""
+    """A model's local folder. `origin` has `repository` and `revision` (a commit) for a model from the Hub,
+    `package` for a packaged model.
+    """
 
     folder: Path
     origin: dict[str, str]
@@ -90,8 +92,8 @@ def locate_model(model: str | Path, revision: str | None = None) -> ModelLocatio
 
     `model` is a local folder or GGUF file, a packaged model (`smollm2`), or else `org/name` or `org/name@revision`
     on the Hub, also written `hf:org/name`. A revision is a branch, a tag or a commit, by default `main`. Raises
-    ValueError, on one line, if the model is neither local nor cached and cannot be downloaded, if the repository
-    has no weights, or if a downloaded large file has another SHA-256. Raises OSError if the disk is full.
+    ValueError, on one line, if the model can neither be found nor downloaded, if the repository has no weights, or
+    if a large downloaded file has another SHA-256. Raises OSError if the disk is full.
     """
     path = Path(model)
     if path.is_dir() and revision:
@@ -146,7 +148,8 @@ def _is_run(folder: Path) -> bool:
 
 
 def readable_folder(folder: Path) -> Path:
-    """Finish a save with `finish_save`, and return the folder of the model, adapter or network, or the GGUF file.
+    """Finish an interrupted save into the folder of a model, adapter or network, and return the path. A GGUF file
+    is permitted, too.
 
     Raises ValueError like `require_model_folder`.
     """
@@ -155,7 +158,7 @@ def readable_folder(folder: Path) -> Path:
 
 
 def require_model_folder(folder: Path) -> None:
-    """Raise ValueError with the text of `explain` unless the path is a GGUF file or a model folder."""
+    """Raise ValueError with the text of `explain` if the path is neither a GGUF file nor a model folder."""
     if not (folder.suffix == SUFFIX and folder.is_file()) and not is_model_folder(folder):
         raise ValueError(explain(folder))
 
@@ -180,8 +183,8 @@ class OpenedModel:
     """A model whose weights have not been read yet. `hf_config` is its config.json, or an equivalent config.
 
     `config_file` describes the architecture. `files` has lazy tensors by their names in the files. `names` maps
-    these to the model's names; it is empty if `is_own`, since the names are equal. `ignored` has patterns of names
-    to skip, `notes` lists assumptions, and `card` is the content of dunes.json, if any.
+    the files' names to the model's names, and is empty if `is_own`, since both are equal. `ignored` has patterns
+    of names to skip, `notes` lists assumptions, and `card` is the content of dunes.json, if any.
     """
 
     folder: Path
@@ -214,7 +217,9 @@ class OpenedModel:
 
     @property
     def context_length(self) -> int:
-        """Number of tokens that the model can attend to. Raises ValueError if the card's number is invalid."""
+        """Number of tokens that the model can attend to. Raises ValueError if the card's context length is
+        invalid.
+        """
         if not self.is_own:
             return int(self.config.context_length)
         if self.architecture.function and self.card.get("context_length") is None:
@@ -224,13 +229,13 @@ class OpenedModel:
         return context_length_of(self.card, self.folder, self.expected)
 
     def outline(self) -> Decoder:
-        """The model on the meta device; if a function builds the model, on the device that the function uses."""
+        """The model on the meta device, or on the device that its build function chooses."""
         with naming_errors(self.config_file):
             return self.architecture.outline()
 
     @cached_property
     def expected(self) -> dict[str, LazyTensor]:
-        """State dict, without values, of a model with this config, under the model's names.
+        """The state dict of `outline()`, as lazy tensors.
 
         Raises ValueError, before the model is built, if the config has more blocks than the files have tensors.
         """
@@ -244,7 +249,7 @@ class OpenedModel:
 
     @cached_property
     def comparison(self) -> tuple[dict[str, LazyTensor], list[Difference], str]:
-        """The files' tensors by the model's names, their differences from the model, and a `Prefix.note`."""
+        """The files' tensors by the model's names, all differences from the model, and the `Prefix`'s note."""
         if self.is_own:
             prefix = Prefix.of(self.files, self.expected)
             files, outline = prefix.without(self.files), self.outline()
@@ -253,7 +258,7 @@ class OpenedModel:
         return compare(self.expected, self.files, for_heads(self.names, self.config.heads), self.ignored)
 
     def weights(self) -> dict[str, LazyTensor]:
-        """The files' tensors by the model's names, with a warning if a `Prefix` was removed or added.
+        """The files' tensors by the model's names; warns with the note of the `Prefix`, if it has one.
 
         Raises ValueError, listing all differences, if the tensors do not fit the model.
         """
@@ -261,7 +266,8 @@ class OpenedModel:
         note = f"; {prefix}" if prefix else ""
         if differences and self.is_own:
             listed, intact = "; ".join(map(str, differences)), all(d.kind == "structure" for d in differences)
-            remedy = "; if this is intended, load model.safetensors with load_state_dict" if intact else ""
+            wanted = "; if this is intended, make the folder again, or load model.safetensors with load_state_dict"
+            remedy = wanted if intact else ""
             built = f"{self.family} builds a different model from the saved one"
             raise ValueError(f"{self.folder}: {built}: {listed}{remedy}{note}")
         if differences:
@@ -274,12 +280,13 @@ class OpenedModel:
 def open_verified_model(
     folder: Path, renames: Mapping[str, str] | None = None, max_bytes: float = LARGE, build: Build | None = None
 ) -> OpenedModel:
-    """Compare the files with the folder's card, if it has one, then open the folder like `open_model`.
+    """Compare the files with the folder's card, if any, then open the folder like `open_model`.
 
-    Raises ValueError for the first file that differs. Files are hashed if they have at most `max_bytes` in total.
+    Raises ValueError for the first file that differs. SHA-256 is compared only if all files have at most
+    `max_bytes` in total.
     """
     require_model_folder(folder)
-    card = verified_card(folder, max_bytes)  # first, since its error names the changed file
+    card = verified_card(folder, max_bytes)  # before `open_model`, since this error names the changed file
     return open_model(folder, renames, build, card)
 
 
@@ -289,11 +296,12 @@ def open_model(
     build: Build | None = None,
     card: Mapping[str, Any] | None = None,
 ) -> OpenedModel:
-    """Open a model folder in any supported format. For other folders, raises ValueError with the file names tried.
+    """Open a model folder. If the folder has no supported format, raises ValueError with the file names that were
+    looked for.
 
     `renames` maps tensor names in the files (with `{i}` for an index) to Hugging Face's names. `build` is the
-    function that builds a model that no family describes; inside `trust_cards`, the card's function is imported.
-    `card` is the folder's card, if the caller has read it.
+    function that builds a model that no family describes; by default, `Architecture.of_card` imports the card's
+    function. `card` is the folder's card, if the caller has read it.
     """
     if folder.suffix == SUFFIX and folder.is_file():
         return _open_gguf(folder)
@@ -359,8 +367,8 @@ def context_length_of(
 ) -> int:
     """The context length in a card, in tokens; `otherwise` if the card has none.
 
-    Raises ValueError unless the context length is a positive integer and does not exceed the number of learned
-    position embeddings (if the weights have any).
+    Raises ValueError if the context length is no positive integer, or exceeds the number of learned position
+    embeddings.
     """
     context_length = card.get("context_length", otherwise)
     limit = weights[POSITIONS].shape[0] if POSITIONS in weights else math.inf
@@ -384,8 +392,9 @@ def check_memory(opened: OpenedModel) -> None:
 def load_decoder(opened: OpenedModel) -> Decoder:
     """The model with its weights, which are memory-mapped with copy on write.
 
-    Pruned layers that the card lists are masked. If the weights do not fit the model, raises ValueError, listing
-    all differences, before any weight is read; also raises ValueError for a pruned layer that does not exist.
+    Linear layers that the card lists as pruned keep their zeros in training. Before any weight is read, raises
+    ValueError, listing all differences, if the weights do not fit the model. Later, raises ValueError if the card
+    lists a layer that does not exist.
     """
     weights, model = opened.weights(), opened.outline()
     if not opened.is_own:
@@ -402,7 +411,9 @@ def load_decoder(opened: OpenedModel) -> Decoder:
 
 
 def _to_one_dtype(opened: OpenedModel, weights: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """The weights in one dtype. Mixed dtypes become the config's if a weight has it, else the promoted dtype."""
+    """The weights in one dtype. If they have several dtypes, they are cast to the dtype in config.json if one of
+    them has it, else to the result of `torch.promote_types`.
+    """
     dtypes = {w.dtype for w in weights.values()}
     if len(dtypes) == 1:
         return weights
@@ -430,7 +441,7 @@ def check_vocabulary(opened: OpenedModel, tokenizer: Tokenizer | None) -> None:
     Warns about BOS and EOS ids without a row, such as GPT-2's defaults in a model with a smaller vocabulary.
     """
     path, keys = opened.folder / CONFIG, [f"{name}_token_id" for name in SPECIAL_TOKENS]
-    # In old files, an id of -1 means that there is none.
+    # In old files, an id of -1 means that the model lacks the token.
     special = {key: listed for key in keys if (listed := configured_ids(path, opened.hf_config, key, least=-1))}
     if opened.architecture.function:
         return
@@ -471,7 +482,7 @@ class LoadedModel:
         return f"LoadedModel({family}, {size}, context length {self.context_length}, {self.tokenizer})"
 
     def require_tokenizer(self) -> Tokenizer:
-        """The tokenizer. Raises ValueError if the model has none."""
+        """The tokenizer. Raises ValueError if the model has no tokenizer."""
         if self.tokenizer is None:
             raise ValueError("the model has no tokenizer; copy tokenizer.json into its folder")
         return self.tokenizer
@@ -487,17 +498,17 @@ def load(
 ) -> LoadedModel:
     """A model with its tokenizer and card, from a folder in any supported format; weights keep their stored dtype.
 
-    `build` is the function that builds a model that no family describes, as passed to `save`. With `trust_code`,
-    the function in the card is imported, which runs code from outside of this package. `adapters` are folders of
-    adapters to add later: `load` verifies that the model is their base, and applies the changes listed in their
+    `build` is the function that builds a model that no family describes, as passed to `save`. `trust_code` permits
+    importing the card's function from outside of this package, so that foreign code runs. `adapters` are folders
+    of adapters to add later: `load` verifies that the model is their base, and applies the changes listed in their
     cards.
 
-    If the folder has an adapter, its base is loaded, verified by the digests in the adapter's card (unless
-    `any_base`), and quantized if the card says so (QLoRA); then the adapter is added as `default`. Tokenizer and
-    context length are the adapter's own; if it lacks one of them, the base's is used. Warns if the model has no
-    tokenizer, and about special ids above the vocabulary. Raises ValueError if something is missing or wrong;
-    names, shapes and free memory are checked before any weight is read. Loading is repeated if another process
-    saves into the folder meanwhile.
+    If the folder has an adapter, its base is loaded, and quantized if the card says so (QLoRA). The base must
+    match the digests in the adapter's card, unless `any_base` is set. Then the adapter is added as `default`. If
+    the adapter has no tokenizer or no context length, the base's is used. Warns if the model has no tokenizer, and
+    about special ids above the vocabulary. Raises ValueError for files that are missing, damaged or not of one
+    model, and for too little memory; names, shapes and free memory are checked before any weight is read. Loading
+    is repeated if another process saves into the folder meanwhile.
     """
 
     def read(readable: Path) -> LoadedModel:
@@ -518,9 +529,9 @@ def load(
 def load_with_tokenizer(
     folder: Path | str, device: torch.device | str = "cpu", any_base: bool = False, adapters: Sequence[Path] = ()
 ) -> LoadedModel:
-    """Load a model like `load`, but raise ValueError, before anything is read, if it has no tokenizer."""
+    """Load a model like `load`, but raise ValueError before any weight is read if the model has no tokenizer."""
     if Tokenizer.find_file(place := tokenizer_folder(Path(folder))) is None:
-        Tokenizer.load(place)  # raises before anything is read
+        Tokenizer.load(place)  # raises before any weight is read
     return load(folder, device, any_base, adapters=adapters)
 
 
@@ -531,9 +542,10 @@ def tokenizer_folder(folder: Path) -> Path:
 
 
 def describe(folder: Path | str) -> OpenedModel:
-    """The `OpenedModel` of a model, or of an adapter's base with the adapter's card.
+    """Open a model, or an adapter's base with the adapter's card. Weights are not read, and files are compared
+    with the card only by size.
 
-    Raises ValueError in the same cases as `load`.
+    Raises ValueError like `open_verified_model`.
     """
     folder = Path(folder)
     if not is_adapter(folder):
@@ -543,7 +555,7 @@ def describe(folder: Path | str) -> OpenedModel:
 
 
 def round_for_speed(loaded: LoadedModel) -> LoadedModel:
-    """Cast a large float32 model trained from a base to bfloat16 if this makes matrix products clearly faster.
+    """Cast a large float32 model to bfloat16, if it was trained from a base and bfloat16 is clearly faster here.
 
     The result is for completion and generation; saving, scoring and exporting use the weights of `load`.
     """
@@ -555,7 +567,8 @@ def round_for_speed(loaded: LoadedModel) -> LoadedModel:
 
 
 def base_folder(folder: Path, fetch: bool = True) -> Path:
-    """The folder of an adapter's base: at its absolute path, at its relative path, or, with `fetch`, from the Hub.
+    """The folder of an adapter's base: the recorded path, else a path relative to the adapter, else, with `fetch`,
+    from the Hub.
 
     Raises ValueError, with a remedy, if the base is in none of these places.
     """
@@ -583,8 +596,8 @@ def open_base(
 ) -> tuple[OpenedModel, Tokenizer | None, int]:
     """Open an adapter's base; also returns the adapter's tokenizer and context length, from `folder` and `card`.
 
-    If the adapter lacks one of them, the base's is returned. The base's files are hashed if they have at most
-    `max_bytes` in total. Raises ValueError like `load`.
+    If the adapter has no tokenizer or no context length, the base's is returned. The base's SHA-256 is compared
+    only if its files have at most `max_bytes` in total. Raises ValueError like `load`.
     """
     opened = open_verified_model(base_folder(folder), max_bytes=max_bytes)
     tokenizer = load_tokenizer(opened, tokenizer_folder(folder))
@@ -616,8 +629,8 @@ def _load_adapted(folder: Path, others: Sequence[Path], device: torch.device | s
 def add_adapter(loaded: LoadedModel, folder: Path, name: str, any_base: bool = False) -> LoadedModel:
     """Add an adapter, activate it under this name, and return the model with the adapter's card.
 
-    Tokenizer and context length are the adapter's own; if it lacks one of them, the model's is used. The model
-    must have been loaded with this folder in `adapters`, which verifies the base. Raises ValueError like `load`.
+    If the adapter has no tokenizer or no context length, the model's is used. The model must be loaded with this
+    folder in `adapters`, so that `load` verifies the base. Raises ValueError like `load`.
     """
     folder = readable_folder(folder)
     card = verified_card(folder)
@@ -635,9 +648,9 @@ def add_adapter(loaded: LoadedModel, folder: Path, name: str, any_base: bool = F
 def prepare_base(model: Decoder, folders: Sequence[Path], any_base: bool = False) -> list[Change]:
     """Verify that a model is the base of the adapters in these folders, and apply the changes in their cards.
 
-    Returns the changes made; empty if the base includes them already. If the base is bit-equal to the recorded
-    base, the changes must reproduce the recorded weights; a base cast to another dtype need not reproduce them.
-    Raises ValueError like `load_adapter`.
+    Returns the changes made; the list is empty if the base includes all changes already. If the base is bit-equal
+    to the recorded base, raises ValueError unless the changes give the recorded weights. If the base was cast to
+    another dtype, the changed weights are not compared. Raises ValueError like `load_adapter`.
     """
     cards = {folder: verified_card(folder, max_bytes=0) for folder in map(readable_folder, folders)}
     optional = {} if any_base else {folder: read_base_record(card, folder) for folder, card in cards.items()}
@@ -667,7 +680,7 @@ def prepare_base(model: Decoder, folders: Sequence[Path], any_base: bool = False
 
 
 def _changes(card: Mapping[str, Any]) -> Iterator[Any]:
-    """Records in an adapter's card of changes that were made to the base before the adapter was added."""
+    """Records of changes to the base, such as quantization, that an adapter's card lists."""
     return (r for r in card.get("changes", []) if not (isinstance(r, dict) and r.get("name") == "lora"))
 
 
@@ -676,8 +689,8 @@ def load_network(
 ) -> nn.Module:
     """The network in a folder that `save` wrote, in evaluation mode.
 
-    `build` is the function that was passed to `save`; by default the function in the card is imported, from
-    `dunes.models`, or with `trust_code` from any module. Raises ValueError like `load`.
+    `build` is the function that was passed to `save`. By default, the card's function is imported; without
+    `trust_code`, the function must be in `dunes.models`. Raises ValueError like `load`.
     """
 
     def read(readable: Path) -> nn.Module:
@@ -693,9 +706,9 @@ def load_weights(model: nn.Module, path: Path | str) -> dict[str, Any]:
     """Load weights from a file, or a folder written by `save_weights` or `save`; returns the folder's card or {}.
 
     Weights are not cast; if dtypes differ, call `tree.move(model, dtype=...)` first. Files are safetensors or
-    pickles, read without executing anything. Raises ValueError, listing the differences and changing nothing, if a
-    file differs from its digest in the card, or if names, shapes, dtypes or ties differ; with a card, also if
-    classes or settings of modules differ.
+    pickles, read without executing anything. Raises ValueError, and changes nothing, if a file differs from its
+    digest in the card. Also raises ValueError, listing the differences, if names, shapes, dtypes or ties differ,
+    or if a card records other classes or settings of modules.
     """
     model, path = tree.uncompiled(model), Path(path)
     tree.require_shapes(model)
@@ -738,7 +751,9 @@ def _fill(model: nn.Module, files: Weights, card: Mapping[str, Any], path: Path)
 
 
 def _without_ties(model: nn.Module, files: Weights) -> tuple[Weights, dict[str, str]]:
-    """A file's tensors without copies of tied tensors, and the tied names. Raises ValueError if copies differ."""
+    """A file's tensors without copies of tied tensors, and a dict from each alias of a tied tensor to its first
+    name. Raises ValueError if copies differ.
+    """
     _, tied = saved_tensors(model)
     for name, first in tied.items():
         if name in files and first in files and not torch.equal(files[name].read(), files[first].read()):

@@ -1,9 +1,8 @@
 """Save training states, one folder per saved step, and load the newest intact state to resume a run.
 
-`<run>/state/step-000123/` has tensors as safetensors and other values as JSON, no pickle. After all other files, a
-manifest with digests is written, and the folder is renamed into place. Tensors that rarely change, such as the
-best weights, have a file of their own, which is a hard link to the previous state's file if all these tensors stay
-equal.
+`<run>/state/step-000123/` has tensors as safetensors and other values as JSON, no pickle. A manifest with digests
+is written last. Then the folder is renamed into place. Tensors that rarely change, such as the best weights, are
+in a separate file. If all these tensors are unchanged, the file is a hard link to the previous state's file.
 """
 
 import hashlib
@@ -50,7 +49,7 @@ class Snapshot(NamedTuple):
 
 
 def save_state(run: Path, step: int, state: Mapping[str, Any] | Snapshot) -> Path:
-    """Write a state, a nested dict of tensors and JSON values, and delete all but the newest two states.
+    """Write a state (a nested dict of tensors and JSON values), and delete all but the newest two states.
 
     Each rank writes its part. Raises OSError if the state cannot be written, and ValueError if a tensor is not
     finite; both errors leave earlier states in place.
@@ -68,7 +67,7 @@ def save_state(run: Path, step: int, state: Mapping[str, Any] | Snapshot) -> Pat
 
 
 def _finite_size(folder: Path, copied: Snapshot) -> int:
-    """Bytes of this rank's tensors. Raises ValueError for a tensor with values that are not finite."""
+    """Bytes of this rank's tensors. Raises ValueError if a tensor has values that are not finite."""
     for name, tensor in copied.tensors.items():
         if tensor.is_floating_point() and not _is_finite(tensor):
             raise ValueError(f"{folder}: not saved, since {name} has values that are not finite")
@@ -87,7 +86,7 @@ def _stage(folder: Path, size: int, stack: ExitStack) -> Path | None:
 
 
 def _write_part(staged: Path, copied: Snapshot, earlier: Sequence[Path]) -> dict[str, str]:
-    """Write this rank's tensors, and on the first rank the other values; returns each file's SHA-256.
+    """Write this rank's tensors, and on the first rank all other values; returns each file's SHA-256.
 
     The file of unchanging tensors is a hard link to the newest `earlier` state's file if the bytes are equal.
     """
@@ -110,7 +109,7 @@ def _write_part(staged: Path, copied: Snapshot, earlier: Sequence[Path]) -> dict
 
 def _link(path: Path, earlier: Path, tensors: Mapping[str, Tensor]) -> str:
     """If the file `earlier` has exactly these tensors, hard-link it as `path`, and return its SHA-256, else ""."""
-    with suppress(OSError):  # the file does not exist, or the disk has no hard links
+    with suppress(OSError):  # there is no such file, or the disk has no hard links
         digest, own = atomic.digest(earlier), hashlib.sha256()
         for part in safetensors_file.file_parts(in_memory(tensors)):
             own.update(part)
@@ -154,16 +153,16 @@ def _publish(staged: Path, folder: Path, digests: Sequence[Mapping[str, str]]) -
             return
         shutil.rmtree(folder, ignore_errors=True)
         os.rename(staged, folder)
-        atomic.fsync_path(folder.parent)  # before deleting an older state
+        atomic.fsync_path(folder.parent)  # reaches the disk before an older state is deleted
         for old in _state_folders(folder.parent.parent)[KEEP_STATES:]:
             shutil.rmtree(old, ignore_errors=True)
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """True if all values are finite; computed by numpy, which uses only the calling thread.
+    """True if all values are finite, computed by numpy in the calling thread.
 
-    PyTorch would start another thread pool for this thread. If threads outnumber processors, libgomp puts waiting
-    threads to sleep sooner, which made training 40 % slower.
+    PyTorch would start another thread pool for this thread. With more threads than processors, libgomp puts
+    waiting threads to sleep sooner; training was 40 % slower.
     """
     if tensor.dtype == torch.bfloat16:  # numpy has no bfloat16; an exponent of all ones is not finite
         return bool((tensor.detach().view(torch.int16).numpy() & 0x7F80 != 0x7F80).all())
@@ -186,7 +185,7 @@ def latest_state(run: Path, report: Line = lambda line: None) -> Path | None:
 
 
 def _is_intact(folder: Path) -> bool:
-    with suppress(ValueError), ranks.alone():  # so that this rank verifies all files
+    with suppress(ValueError), ranks.alone():  # `alone`: this rank verifies all files
         _verify(folder)
         return True
     return False
@@ -226,8 +225,9 @@ def _state_folders(run: Path) -> list[Path]:
 def snapshot(state: Mapping[str, Any], unchanging: Collection[str] = ()) -> Snapshot:
     """A copy of a state on the CPU; for a sharded tensor, only this rank's shard is copied.
 
-    Tensors under the keys in `unchanging` are not copied, so the caller must never modify them; `save_state`
-    writes them only once while they stay equal. Raises TypeError for values that are neither tensors nor JSON.
+    Tensors under the keys in `unchanging` are not copied, so the caller must never modify these tensors. While
+    these tensors stay equal, `save_state` writes them only once. Raises TypeError for values that are neither
+    tensors nor JSON.
     """
     tensors: dict[str, Tensor] = {}
     values = _plain(state, "", tensors, unchanging)
@@ -236,7 +236,7 @@ def snapshot(state: Mapping[str, Any], unchanging: Collection[str] = ()) -> Snap
 
 # A recursive inner function would keep the tensors in memory until the next garbage collection.
 def _plain(value: Any, path: str, tensors: dict[str, Tensor], unchanging: Collection[str]) -> Any:
-    """The JSON form of a value of a state; adds its tensors to `tensors` under their dotted paths."""
+    """The JSON form of a value of a state; adds the value's tensors to `tensors` under their dotted paths."""
     if isinstance(value, Tensor):
         if (own := ranks.local_shard(value.detach())) is not None:
             own = own.cpu().contiguous()
@@ -268,10 +268,11 @@ def _restore_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def gathered(model: M, outline: M | None, folder: Path) -> M:
-    """Gather a sharded model on the first rank; returns `outline`, filled with the complete weights.
+    """Gather a sharded model on the first rank; returns `outline`, on the first rank filled with the complete
+    weights.
 
     Each rank writes its part to a temporary file beside `folder`; no rank has all weights in memory. `outline` is
-    on the meta device; if it is None, returns the model. Raises OSError if a rank cannot write.
+    on the meta device. If `outline` is None, returns `model`. Raises OSError if a rank cannot write.
     """
     if outline is None:
         return model

@@ -1,7 +1,7 @@
 """Read the training text that a model's card lists, if permitted.
 
-A card may come from a stranger and may list any file of the user. The sources in a card are read only if this user
-has trained on them, which the cache folder records, or inside `trust_sources` or `trust_cards`.
+A card may come from a stranger and may list any file of the user. The sources in a card are read only if the cache
+folder records that this user has trained on them, or inside `trust_sources` or `trust_cards`.
 """
 
 import json
@@ -25,7 +25,7 @@ _trusted = ContextVar("trusted_sources", default=False)
 
 @contextmanager
 def trust_sources() -> Iterator[None]:
-    """Permit, in this context and thread, reading the training text that cards list (`--trust-sources`)."""
+    """Context that permits reading the training text that cards list, in this thread (`--trust-sources`)."""
     token = _trusted.set(True)
     try:
         yield
@@ -77,11 +77,11 @@ def _record(sources: Sequence[str], follow_links: bool) -> Path:
 
 
 def split_documents(card: Mapping[str, Any], **options: Any) -> Corpus:
-    """The training and validation documents of a model; for models that complete lines, also the test documents.
+    """The training and validation documents of a model, and the test documents of a model that completes lines.
 
-    If the card's `split` is "tails", all documents are for training, and their tails for validation. `options`
-    override arguments of `collect_corpus`. Raises ValueError if the card does not record the split, if another
-    version of dunes split the text, or if the sources no longer exist.
+    If the card's `split` is "tails", each document's tail is for validation, and the rest for training. `options`
+    are arguments of `collect_corpus`, and override recorded ones. Raises ValueError if the card does not record
+    the split, if another version of dunes split the text, or if the sources no longer exist.
     """
     trained = trained_text(card)
     if trained.get("split") not in ("files", "tails"):
@@ -91,7 +91,9 @@ def split_documents(card: Mapping[str, Any], **options: Any) -> Corpus:
 
 
 def _trained_corpus(trained: Mapping[str, Any], **options: Any) -> Corpus:
-    """The documents of a recorded training run, with any `split`. Raises ValueError for an untrusted card."""
+    """The documents of a recorded training run; the run may have any `split`. Raises ValueError for an untrusted
+    card, or if another version of dunes split the text.
+    """
     require_own_sources(trained)
     if (number := trained.get("split_version")) != SPLIT_VERSION:
         raise ValueError(

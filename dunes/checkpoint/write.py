@@ -25,7 +25,7 @@ from dunes.units import plural
 
 SPECIAL_TOKENS = ("bos", "eos", "pad")
 MASKED = "masked"
-"""The card's key for places of pruned layers, whose zeros stay zero in training."""
+"""The card's key for the names of pruned layers, whose zeros stay zero in training."""
 NOT_INHERITED = (
     *("files", "format", "dunes", "adapter", "base", "family", "config", "structure", "changes", "history"),
     MASKED,
@@ -34,9 +34,10 @@ NOT_INHERITED = (
 Check = Callable[[Path], Mapping[str, Any]]
 T = TypeVar("T")
 Edit: TypeAlias = tuple[Callable[..., None], Callable[[Path], tuple[T, Mapping[str, Any]]]]
-"""Two functions for an edited model. The first, `save` or `write_model` with bound arguments, writes the model if
-called with `folder` and `check`. The second compares the temporary folder with the model, and returns a report and
-entries for the card."""
+"""Two functions for an edited model. The first function writes it: `save` or `write_model`, with all arguments
+bound except `folder` and `check`. The second function compares the temporary folder with the model, and returns a
+report and entries for the card.
+"""
 
 
 def save(
@@ -51,17 +52,18 @@ def save(
 ) -> None:
     """Write the model as a folder that Hugging Face's tools open; `facts` go into the card.
 
-    A model that no family describes is saved in dunes' own format with its `architecture`, which must build the
-    same structure. `architecture` is `Architecture.of_function(build, **arguments)` for a function that builds the
-    model (`load` also needs the function), or a loaded model's architecture with later changes appended.
+    A model that no family describes is saved in dunes' own format with its `architecture`; raises ValueError if
+    this builds another structure. `architecture` is `Architecture.of_function(build, **arguments)` for a function
+    that builds the model, or a loaded model's architecture with later changes appended. `load` needs this function
+    again, as an argument or imported by the name in the card.
 
-    A network that is no language model has no tokenizer and no context length. Save it with `save(network, folder,
-    architecture=...)` and load it with `load_network`.
+    A network that is no language model has no tokenizer and no context length. Save such a network with
+    `save(network, folder, architecture=...)`, and load the folder with `load_network`.
 
-    The save is atomic: files are written into a temporary folder, which is renamed to `.ready` when all files are
-    on disk; then the files are renamed into place one by one. If the renaming is interrupted, the next load or
-    save finishes it. `check` is called with the temporary folder; it may raise, and its result is added to the
-    card. Raises ValueError if no family describes the model and `architecture` is None, for a tokenizer with more
+    The save is atomic. Files are written into a temporary folder, and the complete folder is renamed to `.ready`.
+    Then the files are renamed into place one by one; after an interruption, the next load or save continues.
+    `check` is called with the temporary folder and may raise; its result is added to the card. Raises ValueError
+    if no family describes the model and `architecture` is None. Also raises ValueError for a tokenizer with more
     ids than the embedding has rows, and for a context length below 1.
     """
     model, folder = tree.uncompiled(model), Path(folder)
@@ -89,7 +91,7 @@ def save(
         )
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.") if weights else None
     config = settings | special_ids(tokenizer) | {"dtype": dtype, "torch_dtype": dtype}
-    # `known` and `length` stand first for the order in the file, and last so that facts do not override them.
+    # `known` and `length` come first to be first in the file, and again last so that `facts` cannot override them.
     length = {} if context_length is None else {"context_length": context_length}
     card = {**known, **length, "changes": [], **facts, **length, **known}
     write_model(folder, weights, config, card, (tokenizer, context_length), check)
@@ -98,8 +100,8 @@ def save(
 def save_weights(model: nn.Module, folder: Path | str, facts: Mapping[str, Any] | None = None) -> None:
     """Write the parameters and persistent buffers of any network to a folder, with a card.
 
-    The card has `facts`, and digests of the files and of the network's structure. Raises ValueError for parameters
-    without a shape or values, or of a dtype that safetensors does not support.
+    The card has `facts`, and digests of the files and of the network's structure. Raises ValueError for lazy
+    parameters without a shape, for tensors on the meta device, and for dtypes that safetensors does not support.
     """
     known, weights = architectures.describe(tree.uncompiled(model))
     write_model(Path(folder), weights, None, {**(facts or {}), **known})
@@ -124,7 +126,7 @@ def write_model(
         write_tokenizer(staged, *tokenizer)
         if config is not None:
             (staged / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        (staged / CARD).write_text(json.dumps({"files": {}, **card}))  # for `check`, which may load the folder
+        (staged / CARD).write_text(json.dumps({"files": {}, **card}))  # `check` may load the folder
         write_card(staged, {**card, **check(staged)})
 
     write_files(folder, fill, size)
@@ -136,7 +138,9 @@ def inherited(card: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_described(model: nn.Module, context_length: int, folder: Path, reader: str = "") -> Architecture:
-    """Family and config of the model from `folder`. Raises ValueError if no Hugging Face config describes it."""
+    """Family and config that describe a model. Raises ValueError, naming `folder` and the `reader` of the result,
+    if no Hugging Face config describes it.
+    """
     if isinstance(described := hf_config_of(model, context_length, loads=not reader), str):
         refusal = f"{reader} does not know" if reader else "no Hugging Face config describes"
         raise ValueError(f"{folder}: {refusal} this model: {described}")
@@ -153,7 +157,7 @@ def hf_parts(
 
 
 def special_ids(tokenizer: Tokenizer | None) -> dict[str, int | None]:
-    """Special token ids for config.json."""
+    """Special token ids for config.json; {} without a tokenizer."""
     if tokenizer is None:
         return {}
     names = tokenizer.special_tokens_map
@@ -192,7 +196,7 @@ def rewrite(
     require_new_folder(source, out)
     reports: list[T] = []
     with exclusive_folder(out):
-        require_new_folder(source, out)  # another process may have written it before the lock
+        require_new_folder(source, out)  # another process may have written `out` before the lock
         write, compare = edit()
 
         def check(staged: Path) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""`dunes augment ...`: one command per modification, which reads a model folder and writes another."""
+"""`dunes augment ...`: one command per modification. A command reads a model folder and writes another one."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,7 +39,7 @@ def merge(
     Example: dunes augment merge runs/chat ~/models/chat
 
     Args:
-        into: Weights to merge into if the adapter was trained on a quantized base: dequantized or original.
+        into: If the adapter was trained on a quantized base, merge it into dequantized or original weights.
     """
     import torch
 
@@ -103,7 +103,7 @@ def _augment(name: str, model: str, out: Path, options: Options, settings: dict[
 
 
 def _undo(name: str, model: str, out: Path, options: Options, settings: dict[str, Any]) -> None:
-    """Undo the last change, write `out`, and print a report. Raises ValueError if other options are set."""
+    """Undo the last change, write `out`, and print a report. Raises ValueError if any option but --undo is set."""
     from dunes import checkpoint
     from dunes.runs.augment import undo_folder
 

@@ -22,7 +22,7 @@ Json = Annotated[bool, tyro.conf.arg(name="json", help="Print one JSON document 
 
 
 def _print(print_text: Callable[[], None], record: Any, as_json: bool) -> None:
-    """Print the record as JSON, or call `print_text`."""
+    """Print the record as JSON if `as_json`; otherwise call `print_text`."""
     if as_json:
         print(json.dumps(record))
     else:

@@ -14,9 +14,9 @@ TRUST = {
     "trust_code": "Import the functions listed in a model's card; this runs code from outside this package.",
     "trust_sources": "Read the training text listed in a model's card, even if this user did not train on it.",
 }
-"""Options of every command that opens a model folder."""
+"""Additional options of every command that opens a model folder, with their help texts."""
 GIVEN: ContextVar[Collection[str]] = ContextVar("GIVEN", default=())
-"""Names of the options on the command line, including those set to their defaults."""
+"""Names of the options on the command line, including options set to their defaults."""
 
 
 class LateCommand:
@@ -35,13 +35,13 @@ class LateCommand:
 
 def run(program: str, about: str, commands: Mapping[str, Callable[..., Any]], arguments: Sequence[str]) -> int:
     """Parse the arguments and call the chosen command; returns its exit status."""
-    import tyro  # not at the top, since an interrupt before `exit_with` would print a traceback
+    import tyro  # imported late, since an interrupt before `exit_with` would print a traceback
 
     GIVEN.set({word.partition("=")[0][2:].replace("-", "_") for word in arguments if word.startswith("--")})
     verb = arguments[0] if arguments and arguments[0] in commands else None
     choices = []
     for name, command in commands.items():
-        summary = None if verb in (None, name) else "-"  # reading its docstring would import the command
+        summary = None if verb in (None, name) else "-"  # reading the docstring would import the command
         choices.append(Annotated[Any, tyro.conf.subcommand(name, description=summary, constructor=command)])
     config, form = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes), cast(Any, reduce(or_, choices))
     status = tyro.cli(form, args=arguments, prog=program, description=about, config=config)
@@ -49,7 +49,7 @@ def run(program: str, about: str, commands: Mapping[str, Callable[..., Any]], ar
 
 
 def with_trust(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The command, with the options in TRUST."""
+    """The command with the additional options in TRUST."""
     import tyro
 
     trust = [keyword(name, False, Annotated[bool, tyro.conf.arg(help=text)]) for name, text in TRUST.items()]
@@ -64,7 +64,7 @@ def with_trust(command: Callable[..., Any]) -> Callable[..., Any]:
                 trusted.enter_context(trained_text.trust_sources())
             return command(*args, **options)
 
-    del run.__wrapped__  # through `__wrapped__`, tyro would reach the function without TRUST
+    del run.__wrapped__  # tyro would follow `__wrapped__` to the command without TRUST
     return with_parameters(run, [*signature(command).parameters.values(), *trust])
 
 
@@ -74,7 +74,7 @@ def keyword(name: str, default: Any, annotation: Any) -> Parameter:
 
 
 def with_parameters(command: Callable[..., Any], parameters: Sequence[Parameter]) -> Callable[..., Any]:
-    """The command with this signature, from which tyro derives its flags."""
+    """Give the command a signature with these parameters; tyro derives the flags from it."""
     command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     return command

@@ -55,9 +55,9 @@ def _load(verb: str) -> Callable[..., Any]:
 
 
 def _begin_rank(verb: str) -> None:
-    """Prepare a process of torchrun. Raises ValueError for verbs that run in a single process."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # lets torchrun end a rank that waits
-    if os.environ.get("RANK") not in (None, "0"):  # rank 0 reports errors of the command line
+    """Prepare a process that torchrun has started. Raises ValueError for verbs that run in a single process."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # so that torchrun can end a waiting rank
+    if os.environ.get("RANK") not in (None, "0"):  # only rank 0 reports errors of the command line
         sys.stderr = errors = StringIO()  # `ranks.process_group` restores stderr
         atexit.register(_report_late, errors)
     if verb not in ("train", "finetune"):
@@ -65,8 +65,8 @@ def _begin_rank(verb: str) -> None:
 
 
 def _report_late(errors: StringIO) -> None:
-    """At exit, print this rank's errors after a delay. If rank 0 failed, torchrun ends this process during the
-    delay."""
+    """At exit, print this rank's errors after a delay of 20 s. If rank 0 failed, torchrun ends this process during
+    the delay."""
     if sys.stderr is errors and errors.getvalue():
         sleep(20)
         print(errors.getvalue(), file=sys.__stderr__, end="")

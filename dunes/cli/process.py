@@ -15,35 +15,36 @@ from dunes.cores import share_cores
 
 
 class Output(FileIO):
-    """A standard stream. A failed write ends the command if `is_result` is true; otherwise the data is dropped."""
+    """A standard stream. If a write fails, the command ends (`is_result` is true), or the data is dropped
+    (`is_result` is false)."""
 
     is_result = False
 
     def write(self, data: Any) -> int:
         """Write the bytes and return their number. Raises SystemExit if the reader has closed the pipe."""
         try:
-            while (written := super().write(data)) is None:  # None if a non-blocking stream is full
+            while (written := super().write(data)) is None:  # None: a non-blocking stream is full
                 select([], [self], [])
             return written
         except OSError as error:
             if not self.is_result:
                 return len(data)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # drops the data that is still buffered
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # to drop the data that is still buffered
             if error.errno == errno.EPIPE:
                 raise SystemExit(128 + signal.SIGPIPE) from None
             raise OSError(error.errno, error.strerror, "standard output") from None
 
 
 def drop_lost_output() -> None:
-    """Ignore later failures to write to standard output, for commands whose result is something else."""
+    """Ignore later failures to write to standard output, for commands whose result is not printed."""
     output = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     if isinstance(output, Output):
         output.is_result = False
 
 
 def _open_streams() -> None:
-    """Open the standard streams. Closed streams are opened on /dev/null, so that no other file gets their file
-    descriptors.
+    """Open the standard streams. A closed stream is opened on /dev/null, so that no other file gets its file
+    descriptor.
 
     Characters that the locale's encoding lacks are escaped. Streams that a caller has replaced are kept.
     """
@@ -61,8 +62,8 @@ def _open_streams() -> None:
 def _end(number: int, frame: FrameType | None) -> NoReturn:
     """Handle a signal: end the process with cleanup. A second SIGTERM or SIGHUP ends the process at once.
 
-    During an import, end the process at once, since torch and numpy catch exceptions in their imports, and the
-    process would continue with a half-imported module.
+    During an import, the process ends at once, without an exception. torch and numpy would catch the exception and
+    continue with a half-imported module.
     """
     while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
         frame = frame.f_back
@@ -94,7 +95,7 @@ def exit_with(work: Callable[[], int | None], program: str) -> NoReturn:
     share_cores()
     try:
         status = work() or 0
-        if not sys.stdout.closed:  # the language server closes stdout
+        if not sys.stdout.closed:  # the language server closes standard output
             sys.stdout.flush()
     except (ValueError, OSError) as error:
         if os.environ.get("DUNES_TRACEBACK"):

@@ -38,8 +38,8 @@ def serve(
 ) -> int:
     """Serve a model to editors and programs: completion of lines, texts and chats, over HTTP.
 
-    The server speaks the protocols of llama-server, OpenAI, Mistral and Ollama, and has a web page for trying it.
-    When a training source file is saved, completion can copy from the new text within two seconds.
+    The server speaks the protocols of llama-server, OpenAI, Mistral and Ollama, and has a web page for tests. When
+    a file of the training sources is saved, completion can copy from the new text within two seconds.
 
     Example: dunes serve runs/project
 
@@ -48,7 +48,7 @@ def serve(
         port: Port to listen on; llama.vim connects to 8012.
         allow_host: Another host name of this server; may be repeated.
         adapter: Adapter folder to load; requests select it by the folder's name. May be repeated.
-        acceptance: Desired share of accepted suggestions, reached by thresholds fitted in training; 0 shows all.
+        acceptance: Desired share of accepted suggestions; fitted thresholds hide unlikely ones; 0 shows all.
         ollama: Also listen on Ollama's own port, 11434.
         no_follow: Do not watch the files of the training sources.
         config: Print the settings for this editor, and exit.
@@ -116,7 +116,7 @@ def lsp(
     Example: dunes lsp runs/project
 
     Args:
-        acceptance: Desired share of accepted suggestions, reached by thresholds fitted in training; 0 shows all.
+        acceptance: Desired share of accepted suggestions; fitted thresholds hide unlikely ones; 0 shows all.
         no_follow: Do not watch the files of the training sources.
     """
     if not 0 <= acceptance <= 1:
@@ -126,11 +126,6 @@ def lsp(
     if not folder.is_dir():
         raise ValueError(f"{model}: no such folder; train a model there: dunes train SOURCE --out {model}")
     extra("pygls", "lsp")
-    from dunes import __version__
-    from dunes.serve.handshake import shake_hands
-
-    stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
-    first = shake_hands(stdin, stdout, __version__)
     from dunes.serve.lsp import start
 
     def load() -> "Worker":
@@ -138,9 +133,9 @@ def lsp(
 
         return Worker([folder], acceptance, (), partial(print, file=sys.stderr), not no_follow)
 
-    die_by_signals()  # cleanup would wait for the thread that reads standard input
+    die_by_signals()  # a cleanup would wait for the thread that reads standard input
     # The loading thread inherits the trust settings.
-    start(partial(copy_context().run, load), stdin, stdout, *first)
+    start(partial(copy_context().run, load), sys.stdin.buffer, sys.stdout.buffer)
     return 0
 
 

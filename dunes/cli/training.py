@@ -74,7 +74,7 @@ def finetune(
     Example: dunes finetune runs/project --data alpaca.json --out runs/helper
 
     Args:
-        out: Output folder for the adapter (with full: the model), its metrics and its training state.
+        out: Output folder for the adapter (with --method full: the model), its metrics and its training state.
         show: Print this many tokenized examples, with trained tokens highlighted.
     """
     config = FinetuneConfig(
@@ -88,7 +88,8 @@ def finetune(
 def _run(
     work: Callable[..., int], config: RunConfig, out: Path | None, quiet: bool, options: RunOptions, **more: int
 ) -> int:
-    """Start a run, and pass it the names of the options on the command line, even if set to their defaults."""
+    """Call `work` for the run; its argument `asked` names all options on the command line, including options set
+    to their defaults."""
     if not options.dry_run:
         drop_lost_output()
     if out is None and not options.dry_run:

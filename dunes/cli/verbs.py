@@ -1,5 +1,5 @@
-"""The verbs of the command line. Help shows the functions' docstrings. Functions import late, so that help is
-fast."""
+"""The verbs of the command line. Help shows the functions' docstrings. A function imports its modules when it is
+called, so that help is fast."""
 
 import gc
 import sys
@@ -37,7 +37,7 @@ CHAT = SamplingOptions(temperature=0.7, max_tokens=400)
 def _quick_imports() -> Iterator[None]:
     """Inside the `with` block, turn off garbage collection, which takes a quarter of the start-up time.
 
-    Later collections skip the objects created in the block.
+    Later garbage collections skip the objects created in the block.
     """
     gc.disable()
     try:
@@ -59,7 +59,7 @@ def generate(
 ) -> int:
     """Generate text, and print it while it is generated.
 
-    At the end, prints the rates of prefill (up to the first token) and decoding to standard error.
+    At the end, prints the speeds of prefill (up to the first token) and of decoding to standard error.
 
     Example: dunes generate runs/project "def main("
 
@@ -143,7 +143,7 @@ def chat(
 
 
 def _cache_format(bits: str | None) -> "CacheFormat | None":
-    """The format of a quantized KV cache, or None; prints to standard error that decoding is not compiled."""
+    """The format of a KV cache of `bits`, or None. With `bits`, prints a note that decoding is not compiled."""
     if bits is None:
         return None
     from dunes.parts import CacheFormat
@@ -174,7 +174,7 @@ def compile_(
     ] = None,
     any_base: AnyBase = False,
 ) -> None:
-    """Compile the decoding of a model for this machine, which makes generate and chat faster.
+    """Compile the decoding of a model for this machine, to make generate and chat faster.
 
     The result is used for every model of this shape, and is stored in $DUNES_HOME or the user's cache folder.
     Compiling takes one to five minutes, and needs a C++ compiler (install g++).
@@ -182,8 +182,8 @@ def compile_(
     Example: dunes compile ~/models/mistral
 
     Args:
-        dtype: Dtype of the weights; computation is in float32. By default, bfloat16 or
-            float16: the faster of those that generate the same text as float32.
+        dtype: Dtype of the weights; computation is in float32. By default, float32 weights are rounded to bfloat16
+            or float16: the faster of those that generate the same text.
     """
     import torch
 
@@ -213,10 +213,10 @@ def complete(
     Example: dunes complete runs/project src/main.py:12:9
 
     Args:
-        place: Cursor position as FILE:LINE:COLUMN, both counted from 1, columns in characters (a tab is one);
-            without it, the text before the cursor is read from standard input.
-        json: Print a JSON object with the text, its source (model or copies), and the probabilities that its first
-            word and the whole text are right.
+        place: Cursor position as FILE:LINE:COLUMN. Line and column count from 1; a column is a character (a tab is
+            one). Without a position, the text before the cursor is read from standard input.
+        json: Print a JSON object with the text, its source (model or copies), the probability that the first word
+            is right, and the probability that the whole text is right.
     """
     from dataclasses import asdict
     from json import dumps
@@ -241,7 +241,7 @@ def complete(
     completer = find_completer(folder, lambda line: print(line, file=sys.stderr), any_base)
     name = name_in_sources(path, folder) if path else ""
     suggestion = asdict(completer.complete(before, after, name))
-    del suggestion["ends_line"]  # the server's suggestion lacks this field
+    del suggestion["ends_line"]  # the server's suggestion has no such field
     print(dumps(suggestion) if json else suggestion["text"])
 
 
@@ -263,7 +263,7 @@ def evaluate(
     out: Annotated[Path | None, flag("FILE", "none")] = None,
     any_base: AnyBase = False,
 ) -> None:
-    """Evaluate on text (loss in nats/token, perplexity, bits/byte), on tasks of lm-eval, or on lines.
+    """Evaluate on text (loss in nats/token, perplexity, bits/byte), on tasks of lm-eval, or on line completion.
 
     Example: dunes eval runs/project ~/code/other
 
@@ -274,7 +274,7 @@ def evaluate(
     Args:
         sources: Files and folders to evaluate on.
         text_field: Fields of each record to evaluate on; several are joined by a blank line.
-        fields: Field names of finetune's formats and the records' own names for them, like prompt=question.
+        fields: Pairs of a field's name in finetune's formats and its name in the records, like prompt=question.
         follow_links: Follow symbolic links that lead outside the sources.
         tasks: Tasks, groups or tags of lm-evaluation-harness, which downloads their data.
         task_folder: Folder with YAML files of additional tasks.
@@ -341,7 +341,7 @@ def inspect(
     layers: bool = False,
     example: Annotated[tuple[int, ...], flag("SIZE", "a text of 64 tokens")] = (),
 ) -> int:
-    """Show a model folder's contents, the memory to load the model, and problems in loading, without loading it.
+    """Show a model folder's contents, memory needs and problems in loading, without loading the model.
 
     The files are hashed and compared with the digests in the model's card, or on the Hub.
 
@@ -352,8 +352,8 @@ def inspect(
     Args:
         values: Also read all values, and report tensors with NaN, infinite or otherwise suspicious values.
         layers: Print a table of all modules, with shapes, parameters, FLOPs and memory.
-        example: With --layers, sizes of the model's input, including the batch size; without them, only tables of
-            language models have shapes and FLOPs.
+        example: With --layers, sizes of the model's input, including the batch size. Without --example, only
+            tables of language models have shapes and FLOPs.
     """
     from dunes import checkpoint
     from dunes.checkpoint import inspect as inspection
@@ -429,7 +429,7 @@ def export(
     ] = None,
     example: Annotated[tuple[int, ...], flag("SIZE", "none")] = (),
 ) -> None:
-    """Write a model as a verified plain Hugging Face folder, or in a form for other programs.
+    """Write a model as a verified plain Hugging Face folder, or in a format of another program.
 
     Example: dunes export runs/project ~/models/project.gguf --to gguf --dtype q8_0
 
@@ -437,7 +437,7 @@ def export(
 
     Args:
         dtype: Dtype of the written weights; q8_0 and q4_0 are for gguf.
-        example: For cpp and onnx: the input sizes, batch included, of a network that is no language model.
+        example: With cpp or onnx, the input sizes (with batch size) of a network that is no language model.
     """
     drop_lost_output()
     check_choice(to, dtype)

@@ -1,7 +1,7 @@
-"""Line completion: engine, index, copies, gate, thresholds, and simulated typing.
+"""Line completion by a language model and by copying, and simulated typing to measure the keys saved.
 
 Start with `completer.find_completer`, `completer.FolderCompleter` and `search.CompleteOptions`; any
-`LineCompleter` can be scored and served.
+`LineCompleter` can be evaluated.
 """
 
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from typing import Literal, Protocol
 
 __all__ = ["Cancelled", "LineCompleter", "Source", "Suggestion"]
 Source = Literal["model", "copies"]
-"""`"copies"` for a copied line, `"model"` for a line of the mixture of model and copies."""
+"""`"copies"` for a copied line, `"model"` for a line generated from the mixture of model and copies."""
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A suggested rest of a line. `word` is the probability in [0, 1] that its first word is right, `line` the
-    probability that all of it is right. `ends_line` is False if the line continues after `text`."""
+    """A suggested rest of a line. `word` is the probability in [0, 1] that the first word is right; `line` is the
+    probability that `text` is right. `ends_line` is False if the line continues after `text`."""
 
     text: str
     word: float = 1.0
@@ -25,7 +25,7 @@ class Suggestion:
 
 
 class LineCompleter(Protocol):
-    """Completes lines. A suggestion depends only on the arguments, not on earlier requests."""
+    """Completes lines. A suggestion depends only on the arguments of `complete`, not on earlier calls."""
 
     def complete(self, before: str, after: str = "", name: str = "") -> Suggestion:
         """The rest of the line, given the text before and after the cursor and the file's path."""

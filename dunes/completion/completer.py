@@ -34,15 +34,15 @@ from dunes.generate.decode_packages import step_source
 from dunes.progress import advance
 
 LONGEST = 128
-"""Maximum length of a match before the cursor, in bytes."""
+"""At most this many bytes before the cursor are searched for."""
 FILTERED = 4
-"""Number of filtered indexes (without the open files) that a `CopyCompleter` caches."""
+"""Number of copies of the index, each without certain files, that a `CopyCompleter` caches."""
 _REST_OF_LINE = re.compile(rb"[^\0\r\n]*")
 T = TypeVar("T")
 
 
 class FolderCompleter(CompletionEngine):
-    """The completer of a model folder, with the training files and test documents for the evaluation."""
+    """The completer of a model folder. The evaluation also gets the training files and test documents from it."""
 
     def __init__(self, folder: Path, any_base: bool = False, loaded: LoadedModel | None = None) -> None:
         loaded = loaded or round_for_speed(checkpoint.load_with_tokenizer(folder, measure.device(), any_base))
@@ -56,8 +56,9 @@ class FolderCompleter(CompletionEngine):
     def alternatives(
         self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS
     ) -> list[Suggestion]:
-        """The most probable suggestions. Only the copied line is returned if no gate was fitted, or if the model
-        was worse than copying on validation lines. Raises Cancelled once `options.cancelled()` is true."""
+        """The most probable suggestions. Only the copied line is returned if the folder has an index and no gate,
+        or if training chose to copy without the model (`fit.choose_copies`). Raises Cancelled once
+        `options.cancelled()` is true."""
         if not self.copies:
             return super().alternatives(before, after, name, options)
         opened, far = newest(self._open.texts, name, options), self.far(name, options.files)
@@ -69,10 +70,12 @@ class FolderCompleter(CompletionEngine):
         return self.index.texts() if self.index else []
 
     def threshold(self, acceptance: float = ACCEPTANCE) -> float:
-        """Minimum first-word probability at which users accept about the share `acceptance` of shown suggestions.
+        """Minimum probability of the first word of a shown suggestion, so that users accept about the share
+        `acceptance`.
 
-        The result is the lowest threshold fitted for at least this share, 0 if no threshold was fitted, or 2 (show
-        nothing) if all thresholds were fitted for lower shares.
+        The result is the lowest of the thresholds that were fitted for this or a larger share. Without fitted
+        thresholds, the result is 0. If all thresholds were fitted for lower shares, the result is 2 (show
+        nothing).
         """
         pairs = self.facts.get("thresholds", {}).get("word", ())
         return min((threshold for share, threshold in pairs if share >= acceptance), default=2.0 if pairs else 0.0)
@@ -104,7 +107,8 @@ class CopyCompleter:
         return self.index.texts()
 
     def complete(self, before: str, after: str = "", name: str = "") -> Suggestion:
-        """The rest of the line, copied after the longest match; this file's indexed text is skipped."""
+        """The rest of the line, copied after the longest match. The indexed text of the file `name` is not
+        searched."""
         return self.alternatives(before, after, name)[0]
 
     def alternatives(
@@ -119,7 +123,7 @@ class CopyCompleter:
         return [_copy_line(far, opened, before, after, options, shorten)]
 
     def with_texts(self, texts: Mapping[str, str | None]) -> Mapping[str, str | None]:
-        """The texts unchanged, to pass to `use`."""
+        """Return the texts unchanged, to pass to `use`."""
         return texts
 
     def use(self, files: Mapping[str, str | None]) -> None:
@@ -139,8 +143,8 @@ def _copy_line(
     options: CompleteOptions,
     shorten: Callable[[str, int | None], str],
 ) -> Suggestion:
-    """The copied line, cut at a stop string and by `shorten`. Raises Cancelled once `options.cancelled()` is
-    true."""
+    """The copied line, cut at a stop string, and to the maximum number of tokens by `shorten`. Raises Cancelled
+    once `options.cancelled()` is true."""
     if options.cancelled():
         raise Cancelled("a newer request came")
     near, copier = near_text(before), CopyNearest(far)
@@ -151,7 +155,7 @@ def _copy_line(
 def name_in_sources(path: Path, folder: Path) -> str:
     """The file's name in training: the path relative to the source that contains the file."""
     for source in training_sources(folder, of_anyone=True)[0]:
-        with suppress(OSError, ValueError, RuntimeError):  # a path of another user may be invalid here
+        with suppress(OSError, ValueError, RuntimeError):  # another user's path may be invalid
             for root in map(Path.resolve, source_roots(source)):
                 if path.resolve().is_relative_to(root) and root.is_dir():
                     return header_name(path.resolve().relative_to(root).as_posix())
@@ -159,8 +163,8 @@ def name_in_sources(path: Path, folder: Path) -> str:
 
 
 def training_sources(folder: Path, of_anyone: bool = False) -> tuple[Sequence[str], bool]:
-    """The training sources of a model or run, and `follow_links`. Another user's sources are returned only with
-    `of_anyone`."""
+    """The training sources of a model or run, and True if links in them were followed. Another user's sources are
+    returned only with `of_anyone`."""
     with suppress(ValueError):  # a damaged record, or sources of another user
         trained = trained_text(read_card(folder) or {"trained": read_sources(folder)})
         if trained and not of_anyone:
@@ -172,7 +176,7 @@ def training_sources(folder: Path, of_anyone: bool = False) -> tuple[Sequence[st
 def model_or_copies(folder: Path, line: Callable[[str], object], load: Callable[[], T]) -> T | CopyCompleter:
     """The result of `load()`, or a `CopyCompleter` if a run has no model yet or its base model cannot be loaded.
 
-    Before returning a `CopyCompleter`, calls `line` with the reason.
+    If a `CopyCompleter` is returned, `line` is called with the reason.
     """
     has_model, why = any((finish_save(folder) / name).exists() for name in (CONFIG, ADAPTER)), ""
     try:
@@ -190,7 +194,7 @@ def model_or_copies(folder: Path, line: Callable[[str], object], load: Callable[
 def find_completer(
     folder: Path, line: Callable[[str], object], any_base: bool = False, loaded: LoadedModel | None = None
 ) -> FolderCompleter | CopyCompleter:
-    """The completer of a model folder, or of a run as in `model_or_copies`.
+    """The completer of a model folder or run, chosen by `model_or_copies`.
 
     `line` is called with a note if the completer only copies.
     """
@@ -204,9 +208,9 @@ def find_completer(
 class CopyNearest:
     """Copies the text that follows the longest match (at most 128 bytes) of the text before the cursor.
 
-    Matches are searched in `far` and in the file above and below the cursor. Among equally long matches, a match
-    in the file is preferred to one in `far`, and within a text, the last one is used. The probabilities only rank
-    matches by length.
+    This text is searched for in `far`, and in the file above and below the cursor. Among equally long matches,
+    matches in the file precede matches in `far`, and later matches in a text precede earlier ones. A suggestion's
+    probability is no estimate; it only grows with the length of the match.
     """
 
     def __init__(self, far: Sequence[TextSource]) -> None:

@@ -1,6 +1,7 @@
-"""The gate that mixes a model with copying, fitted on files that neither the model nor the index has seen.
+"""Fits, writes and reads the gate that mixes model and copies. Neither the model nor the index has seen the text
+on which the gate is fitted.
 
-At the end of a run, the gate is written to RUN/completion/gate.safetensors, and its thresholds and figures to
+At the end of a run, the gate is written to RUN/completion/gate.safetensors, and its thresholds and losses to
 RUN/completion/gate.json.
 """
 
@@ -32,35 +33,36 @@ BATCH = 256
 RATE = 5e-3
 """Learning rate of Adam."""
 STEPS = (200, 1600)
-"""Minimum and maximum number of Adam steps. 800 steps on 500 positions overfitted, so that the mixture was worse
-than the model alone."""
+"""Minimum and maximum number of Adam steps. With 800 steps on 500 positions, the gate overfitted: the mixture was
+worse than the model alone."""
 PLACES_PER_STEP = 5
-"""Number of positions per Adam step, before the number of steps is clamped to the range STEPS."""
+"""The number of Adam steps is the number of all positions divided by this, clamped to the range STEPS."""
 FACTORS = 20
-"""Number of positive factors that `best_factor` tries."""
+"""Number of factors above 0 that `best_factor` tries."""
 RENEWED = 100
-"""Sources are rebuilt when a long text has grown by 1/RENEWED, since rebuilding them for each line is slow."""
+"""When an entire text is scored, sources are rebuilt each time the text above the current line has grown by
+1/RENEWED. Rebuilding them for each line would be slow."""
 CONTEXT = 64
-"""Maximum number of ids before a position that are compared with the sources."""
+"""At most this many ids before a position are searched for in the sources."""
 ROOM = 3 * CANDIDATES + TOP
 """Maximum number of candidates per position."""
 PLACE_BYTES = 4 * ROOM * (Copies.FEATURES + 2)
 """Memory of a position in bytes. While two `Places` are concatenated, each position is in memory twice."""
 WINDOW = 512
-"""Maximum number of ids in a forward; half of them precede the chunk. With 8,192 ids, 65 tokens were evaluated per
-position."""
+"""Maximum number of ids in a forward; the first half only provides context. With windows of 8,192 ids, the model
+evaluated 65 tokens per position."""
 CHUNK = 64
 """Approximate number of positions in a contiguous chunk."""
 FEWEST = 8
 """Minimum positions per text. With a lower minimum, most positions came from many small files and had little text
-above them, and the gate was 0.17 nats worse at other positions (docs/log/completion.md, "Completion of lines:
+above them. The gate was then 0.17 nats worse at other positions (docs/log/completion.md, "Completion of lines:
 probabilities given what is typed, a gate of whole files")."""
 FORMAT = 2
 REMEDY = "remove gate.json there to complete by copying alone, or train again"
 
 Item = TypeVar("Item")
 SourcesOf = Callable[[list[int]], Sources]
-"""A function that is called with the first ids of a file and returns the sources to copy from after them."""
+"""A function that maps the first ids of a file to the sources to copy from after these ids."""
 
 
 class Places(NamedTuple):
@@ -80,14 +82,15 @@ class Places(NamedTuple):
 
     @classmethod
     def zeros(cls, number: int) -> "Places":
-        """Space for this number of positions."""
+        """Tensors of zeros with room for this number of positions."""
         features, logprobs = torch.zeros(number, ROOM, Copies.FEATURES), torch.zeros(number, ROOM)
         best, target_logprob, rest_logprob = torch.zeros(3, number)
         target, mask = torch.zeros(number, dtype=torch.long), torch.zeros(number, ROOM, dtype=torch.bool)
         return cls(features, logprobs, mask, best, target, target_logprob, rest_logprob)
 
     def set(self, row: int, id: int, logprobs: Tensor, candidates: Candidates) -> None:
-        """Store a position, with the target `id` and the model's log-probabilities (V,), in a row."""
+        """Store in row `row` a position with the target `id`, the model's log-probabilities (V,) and the
+        candidates."""
         ids = candidates.ids[:ROOM]
         hits, count = (ids == id).nonzero(), len(ids)
         self.features[row, :count], self.logprobs[row, :count] = candidates.features[:count], logprobs[ids]
@@ -101,7 +104,8 @@ class Places(NamedTuple):
         return part.mixture_loss(gate(part.features, part.logprobs, part.best))
 
     def mixture_loss(self, change: Tensor) -> Tensor:
-        """Negative log-likelihood (N,), in nats, with these changes (N, C) of the candidates' logprobs."""
+        """Negative log-likelihood (N,), in nats, if `change` (N, C) is added to the candidates'
+        log-probabilities."""
         return mixture_loss(change, self.logprobs, self.target, self.mask, self.target_logprob, self.rest_logprob)
 
 
@@ -123,7 +127,7 @@ def fit_gate(places: Places) -> Gate:
 
 
 def best_factor(gate: Gate, places: Places) -> float:
-    """The factor for the gate's changes, from 0 (the model alone) to 1, that gives the lowest loss."""
+    """The factor from 0 (the model alone) to 1 that, multiplied by the gate's output, gives the lowest loss."""
     change = gate(places.features, places.logprobs, places.best)
     factors = [number / FACTORS for number in range(FACTORS, -1, -1)]
     return min(factors, key=lambda factor: float(places.mixture_loss(factor * change).mean()))
@@ -145,8 +149,8 @@ def places_of(
     most: int,
     seconds: float = math.inf,
 ) -> Places | None:
-    """About `most` positions, equally many per text, in chunks spread over each text; None for texts without
-    ids. After `seconds`, no further chunk is evaluated."""
+    """Training data from about `most` positions: the same number in each text, in chunks spread over the text.
+    Returns None for texts without ids. After `seconds`, no further chunk is evaluated."""
     random = np.random.default_rng(0)
     texts = [texts[i] for i in random.permutation(len(texts))[: max(1, most // FEWEST)]]
     per_text = even_share([len(text.ids) - text.starts[0] for text in texts], most)
@@ -172,8 +176,8 @@ def _chunks(size: int, most: int, random: np.random.Generator) -> list[tuple[int
 
 
 def even_share(sizes: Sequence[int], most: int) -> int:
-    """The number of items to take from each group so that the total is about `most`; smaller groups are taken
-    entirely."""
+    """The number of items to take from each group so that the total is about `most`; groups with fewer items are
+    taken entirely."""
     share, remaining = most, most
     for count, size in zip(range(len(sizes), 0, -1), sorted(sizes), strict=True):
         if (share := remaining // count) < size:
@@ -193,8 +197,8 @@ def scored_places(
 
     The `count` ids (default: all) start at index `first` (default: after the header).
 
-    `sources_of` gets the ids of the lines above. Without `first`, sources are rebuilt only when the text above has
-    grown by 1 %.
+    `sources_of` is called with the ids of the lines above; without `first`, only each time these lines have grown
+    by 1 %.
     """
     is_complete = first is None
     first = max(text.starts[0] if first is None else first, 1)
@@ -216,7 +220,7 @@ def scored_places(
 
 
 def write_gate(run: Path, gate: Gate, facts: Mapping[str, Any]) -> None:
-    """Write the gate of a run, and `facts`: thresholds fitted and figures measured with the gate."""
+    """Write the gate of a run, and `facts` about the gate, such as thresholds and losses."""
     (run / FOLDER).mkdir(parents=True, exist_ok=True)
     record = {"format": FORMAT, "inputs": gate.INPUTS, **facts}
     write_file(run / FOLDER / "gate.safetensors", save(gate.state_dict()))
@@ -226,8 +230,8 @@ def write_gate(run: Path, gate: Gate, facts: Mapping[str, Any]) -> None:
 def read_gate(run: Path) -> tuple[Gate, dict[str, Any]] | None:
     """The gate of a run and its facts; None if the run has no gate. Raises ValueError for a damaged gate.
 
-    Weights are stored by input name. Inputs that the file lacks get zero weights; inputs that this version lacks
-    are dropped.
+    The file contains the names of the gate's inputs. Inputs that the file lacks get zero weights; inputs that this
+    version lacks are dropped.
     """
     find_file(run, f"{FOLDER}/gate.safetensors")
     if (facts := read_record(run, "gate.json", FORMAT, REMEDY)) is None:

@@ -1,6 +1,6 @@
 """The next-id distribution at a cursor: a mixture of model and copies, limited to ids that fit the typed text.
 
-Logits and mixtures are cached by text from one request to the next, since a keystroke leaves most texts the same.
+Logits and mixtures after a text are cached for the next request, since most texts stay the same after a keystroke.
 """
 
 # Shapes: V vocabulary.
@@ -20,21 +20,21 @@ from dunes.generate.decode_graph import CompiledStep
 from dunes.generate.prefix_cache import PADDED, PieceReader, PrefixCache, common_length
 
 PROPOSED = 16
-"""Maximum number of ids of a copy that are evaluated in one forward."""
+"""Maximum number of copied ids that one forward evaluates."""
 ROOM = 128
-"""Cache capacities are multiples of this, since enlarging a cache copies all its keys and values."""
+"""Capacities of KV caches are multiples of ROOM ids, since enlarging a cache copies all its keys and values."""
 PIECE = 256
 """Minimum number of prompt tokens evaluated between two checks for cancellation. With 135M parameters, a token
 took 1.5 times (float32) to 2.5 times (bfloat16) as long in pieces of 32 tokens as in longer pieces."""
 FEW = 32
-"""A request with fewer texts than this and than the previous request may have been cancelled, so the next request
-drops no entries."""
+"""A request may have been cancelled if it used fewer than FEW texts, and fewer than the previous request. The next
+request then drops no cache entries."""
 
 
 @dataclass
 class Entry:
-    """The logits (V,) after a text, the newest mixture (V,) computed from them, and that mixture's request and
-    inputs."""
+    """The logits (V,) after a text, and the newest mixture (V,) computed from them, with the number of the last
+    request that used the mixture and the mixture's inputs."""
 
     logits: Tensor
     mixed: Tensor | None = None
@@ -43,11 +43,11 @@ class Entry:
 
 
 class RememberedLogits:
-    """Cached logits (V,) after texts. The model's weights must not change.
+    """Cached logits (V,) after texts. If the model's weights change, the cached logits are wrong.
 
-    Up to `width` texts, which should have a common prefix, are evaluated in one batch. A single text is evaluated
-    by `step`, if given. Texts of this request, or of the last request that was not cancelled, are not evaluated
-    again. For any other text, only the ids that follow its prefix in the KV cache are evaluated.
+    Up to `width` texts are evaluated in one batch, which is fast if they have a long common prefix. A single text
+    is evaluated by `step`, if given. Texts of this request, or of the last request that was not cancelled, are not
+    evaluated again. For any other text, only the ids after the prefix that the KV cache contains are evaluated.
     """
 
     def __init__(self, model: nn.Module, width: int, step: CompiledStep | None = None) -> None:
@@ -83,7 +83,7 @@ class RememberedLogits:
     def after_one(self, text: Sequence[int], more: Sequence[int] = ()) -> Tensor:
         """The logits after a text; also computes and caches the logits after each id of its continuation `more`.
 
-        If the model has no KV cache, because its modules mix tokens, only `text` is evaluated.
+        For a model without a KV cache, only `text` is evaluated.
         """
         ids = [*text, *(more if self.cache.cache is not None else ())]
         rows = self.cache.logits({0: ids}, {0: len(ids) - len(text) + 1})[0]
@@ -96,8 +96,8 @@ class RememberedLogits:
             self._current[tuple(text)] = Entry(logits)
 
     def _evaluate(self, texts: Sequence[list[int]]) -> None:
-        """Evaluate texts in one batch. If a cache row lacks many ids, the common prefix is first copied to all
-        rows."""
+        """Evaluate texts in one batch. If many ids of a text are missing in its cache row, the common prefix is
+        first copied to all rows."""
         rows = assign_rows(self.rows.ids, texts)
         missing = (len(text) - common_length(self.rows.ids[row], text, 1) for row, text in rows.items())
         if self.rows.cache is not None and max(missing) > PADDED:
@@ -133,7 +133,8 @@ def assign_rows(cached: Sequence[Sequence[int]], texts: Sequence[list[int]]) -> 
 
 
 class Mixture:
-    """Next-id log-probabilities (V,) of model and copies, cached by text while gate and sources stay the same."""
+    """Next-id log-probabilities (V,) of the mixture of model and copies, cached as long as gate and sources stay
+    the same."""
 
     def __init__(self, logits: RememberedLogits, files: FileTokenizer) -> None:
         self.logits, self.files = logits, files
@@ -166,7 +167,8 @@ class Mixture:
         return [self._mixed(text) for text in texts]
 
     def after_one(self, text: Sequence[int], room: int) -> Tensor:
-        """Next-id log-probabilities (V,) after one text; the forward also evaluates up to `room` copied ids."""
+        """Next-id log-probabilities (V,) after one text. The same forward also evaluates copied ids, at most
+        `room`."""
         vocab = self.logits.cache.vocab
         if self.gate and vocab is not None and self.logits.get(text) is None:
             self._stop_if_cancelled()
@@ -175,16 +177,18 @@ class Mixture:
         return self.after([text])[0]
 
     def typed_logprob(self, prompt: Sequence[int]) -> float:
-        """`log P(typed text | prompt)`; subtract it from a line's log-probability to condition on the typed text.
+        """`log P(typed text | prompt)`. A line's log-probability minus this value is conditional on the typed
+        text.
 
-        An id that covers a part of the typed text counts only if this request has computed the probabilities after
-        that id.
+        If an id covers only a part of the typed text, its continuations count only if this request has computed
+        their probabilities.
         """
         prob = self._typed_prob(tuple(prompt))
         return math.log(prob) if prob > 0 else 0.0
 
     def word_end_logprob(self, text: Sequence[int]) -> float:
-        """Log-probability that an identifier at the end of this text is complete; 0 if not yet evaluated."""
+        """Log-probability that an identifier at the end of this text is complete; 0 if this request has not
+        evaluated the text."""
         mixed = self._evaluated(text)
         if mixed is None:
             return 0.0
@@ -221,7 +225,7 @@ class Mixture:
         return entry.mixed
 
     def alone(self, text: Sequence[int]) -> Tensor:
-        """The model's own log-probabilities (V,) after a text that this request has evaluated, without copies."""
+        """Log-probabilities (V,) under the model without copies, after a text whose logits are cached."""
         entry = self.logits.get(text)
         assert entry is not None, "its logits were evaluated"
         return self._mix(text, entry.logits, self.copies.uncovered(text), None)
@@ -234,6 +238,6 @@ class Mixture:
             mixed = gate.mix(self.copies, mixed, text, allowed)
         if allowed is not None:
             mixed = mixed.masked_fill(~allowed, -math.inf)
-            # Only the first id is normalised over the allowed ids; `typed_logprob` accounts for later ids.
+            # Only the first id's distribution is normalised here; `typed_logprob` accounts for later ids.
             mixed = mixed.log_softmax(-1) if len(text) == self.copies.start else mixed
         return mixed

@@ -1,9 +1,9 @@
-"""Line completion by a language model trained on the code, and by copying from the user's files.
+"""Line completion by a language model, and by copying from the user's files.
 
-Both are mixed into one distribution over the next id (`generate/copying.py`), and beam search looks for the most
-probable line. The last ids of the typed line are generated again, since a token may continue past the cursor
-(token healing). The text behind the cursor comes first in the prompt, as in training. After each typed character,
-only about one id has to be evaluated.
+Model and copies are mixed into one distribution over the next id (`generate/copying.py`), and beam search looks
+for the most probable line. The last ids of the typed line are generated again, since a token may continue past the
+cursor (token healing). If the model was trained to fill in the middle, the prompt also contains the text after the
+cursor. After each typed character, only about one id has to be evaluated.
 """
 
 import math
@@ -41,12 +41,12 @@ from dunes.text.lines import valid_text
 from dunes.tree import count
 
 SUFFIX = 0.25
-"""Maximum share of the context length for the text after the cursor."""
+"""Maximum fraction of the prompt for the text after the cursor."""
 PROMPT_WORK = 7e10
 """Maximum product of parameters and prompt tokens. With twice this product, one thread takes half a second longer
 without completing more lines correctly (docs/log/completion.md, "Beams and budgets of a large model")."""
 SHORTEST = 256
-"""Minimum budget of a prompt in tokens, however large the model is."""
+"""A prompt may always have at least this many tokens, however large the model is."""
 GREEDY_FROM = 30_000_000
 """From this number of parameters on, greedy decoding is the default, since it completes more correct lines per
 second."""
@@ -54,15 +54,16 @@ FILES = 16
 """Maximum number of files with a KV cache of their own, so that editors of several files do not evaluate each
 other's prompts again. With 135M parameters, a cache has 23 kB per token in bfloat16."""
 LIKELY = 4
-"""Number of likely tokens that `explain` returns per token."""
+"""Number of most probable tokens that `explain` lists at each token of a suggestion."""
 MERGED = 3
-"""If there are more indexes of changed files than this, the smaller ones are merged."""
+"""If there are more indexes of changed files than MERGED, the smaller indexes are merged."""
 
 
 @dataclass(frozen=True, eq=False)
 class OpenFiles:
     """Files that changed since the index was built. `texts` maps names to texts (None: deleted). `parts` are
-    indexes of these texts, larger ones first, each with the names of the files whose newest text it contains."""
+    indexes of these texts, larger ones first. Each index comes with the names of the files whose newest text it
+    contains."""
 
     texts: Mapping[str, str | None] = field(default_factory=dict)
     parts: Sequence[tuple[frozenset[str], TextIndex]] = ()
@@ -75,9 +76,10 @@ class OpenFiles:
 class CompletionEngine:
     """Completes lines with a model and by copying from the file, from open files, and from an index.
 
-    `gate` mixes model and copies; without a gate, only the model is used. `header` is True if the model was
-    trained on files with their paths. `find_step()` returns a compiled step or None. A prompt has at most
-    `prompt_tokens` tokens, by default `choose_budget(loaded.model)`. Raises ValueError without a tokenizer.
+    `gate` mixes model and copies; without a gate, only the model is used. `header` is True if each file's path
+    preceded its text in training. `find_step()` returns the compiled decoding of the model (`CompiledStep`), or
+    None if there is none. A prompt has at most `prompt_tokens` tokens, by default `choose_budget(loaded.model)`.
+    Raises ValueError for a model without a tokenizer.
     """
 
     def __init__(
@@ -109,7 +111,8 @@ class CompletionEngine:
         self.use(self.with_texts({name: text}))
 
     def with_texts(self, texts: Mapping[str, str | None]) -> OpenFiles:
-        """The open files with these texts added, to pass to `use`. Another thread may complete lines meanwhile."""
+        """The open files with these texts added, to pass to `use`. Another thread may complete lines during the
+        call."""
         # A file without a name could not be excluded from the sources.
         by_name = ((valid_text(name), text) for name, text in texts.items() if name)
         changed = {name: valid_text(text) if text else None for name, text in by_name}
@@ -147,7 +150,8 @@ class CompletionEngine:
     def alternatives(
         self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS
     ) -> list[Suggestion]:
-        """The most probable suggestions, best first, at most `options.alternatives`; the first may be empty.
+        """The most probable suggestions, best first, at most `options.alternatives`. The text of the first one may
+        be empty.
 
         Raises Cancelled once `options.cancelled()` is true.
         """
@@ -168,7 +172,7 @@ class CompletionEngine:
         return text if tokens is None else "".join(character for character, _ in same)
 
     def _suggest(self, before: str, after: str, name: str, options: CompleteOptions) -> list[Suggestion]:
-        """The suggestions of the mixture."""
+        """The suggestions found by the search, not yet changed by the rules of names.py."""
         search, ranked = self._find(before, after, name, options)
         suggestions: dict[str, Suggestion] = {}
         for rest, beam in ranked:
@@ -208,14 +212,15 @@ class CompletionEngine:
         """For each token of the first suggestion: its text, its probability, the model's probability, and likely
         tokens.
 
-        Probabilities are conditional on the text around the cursor, including the typed part of a token; their
-        product is the line's probability. The last tokens returned, such as a line end, may not be part of the
-        suggestion. An empty suggestion gives an empty list. Raises Cancelled once `options.cancelled()` is true.
+        Probabilities are conditional on the text around the cursor, including the typed part of a token. The
+        product of the tokens' probabilities is the line's probability. The last tokens returned, such as a line
+        end, may not be part of the suggestion. An empty suggestion gives an empty list. Raises Cancelled once
+        `options.cancelled()` is true.
         """
         shown = self.complete(before, after, name, options).text
         search, ranked = self._find(before, after, name, options)
         (rest, beam), mixture, tokens = ranked[0], search.mixture, list[dict[str, Any]]()
-        is_same = shown == rest  # otherwise, a rule in names.py changed it
+        is_same = shown == rest  # False if a rule in names.py changed the text
         typed_and_shown = mixture.copies.typed + shown.encode()
         rest, beam = shown, search.score(beam.ids if is_same else self._vocabulary.encode(typed_and_shown))
         decode = partial(bytes.decode, errors="replace")
@@ -224,7 +229,7 @@ class CompletionEngine:
             ids, piece = [*search.prompt, *beam.ids[:place]], self.files.pieces[id]
             best = (mixed := mixture.after_one(ids, 0)).topk(min(LIKELY, len(mixed)))
             mixed_sum, alone_sum = mixed_sum + logprob, alone_sum + float(mixture.alone(ids)[id])
-            if len(piece) > typed:  # fully typed tokens count towards the next token
+            if len(piece) > typed:  # else its probability is included in the next token's
                 pairs = zip(best.indices.tolist(), best.values.exp().tolist(), strict=True)
                 likely = [[decode(self.files.pieces[i][typed:]), prob] for i, prob in pairs]
                 probs = {"probability": math.exp(min(mixed_sum, 0.0)), "model": math.exp(min(alone_sum, 0.0))}
@@ -248,7 +253,7 @@ class CompletionEngine:
         moves = 4 if room <= self.prompt_tokens else 2  # evaluating a long prompt again is slow
         room = min(room, self.prompt_tokens)
         below = below[: int(SUFFIX * room)]
-        narrow = room < 2 * (len(below) + 3)  # the text above matters more
+        narrow = room < 2 * (len(below) + 3)  # the text above matters more than the text below
         if narrow or self._form is None or not any(self.files.pieces[i].strip() for i in below):
             return [*window(text, room, moves)]
         prefix, suffix, middle = self._form.ids
@@ -268,7 +273,8 @@ class CompletionEngine:
         return sources
 
     def far(self, name: str, texts: Collection[NamedText] = ()) -> list[TextSource]:
-        """The sources in `texts` and, without the file `name`, in open files and unchanged files of the index."""
+        """The sources to copy from in `texts` and in all files except `name`: open files, and unchanged files of
+        the index."""
         sources = self._open.far(name)
         if self.index:
             hidden = self.index.names & {name, *self._open.texts}

@@ -1,7 +1,7 @@
-"""Completion data that a training run writes: the index at its start, the gate and thresholds at its end.
+"""Completion data that a training run writes: first the index, at the end the gate and thresholds.
 
-Confidence intervals treat files as samples, since cursors in one file are similar and large files must not
-dominate.
+Confidence intervals treat files, not cursors, as samples, since cursors in one file are similar and large files
+would dominate.
 """
 
 import math
@@ -32,13 +32,14 @@ from dunes.progress import Display, each, part, phase
 from dunes.units import plural
 
 BEFORE = 1.2
-"""If validation uses the tail of each text, a text is indexed up to this many tail lengths before its end."""
+"""If the last n bytes of each text are used for validation, the index omits the last BEFORE * n bytes."""
 BEHIND = 0.9
-"""If validation uses the tail of each text, the gate is fitted on the last BEHIND tail lengths of a text."""
+"""If the last n bytes of each text are used for validation, the gate is fitted on the last BEHIND * n bytes."""
 PLACES = (25.0, 500, 20_000)
-"""Number of positions on which the gate is fitted: rate per second of the run, minimum and maximum."""
+"""Positions on which the gate is fitted: number per second of the run's duration, minimum and maximum."""
 CURSORS = (1.0, 64, 1_000)
-"""Number of cursors at which model and copying are compared: rate per second of the run, minimum and maximum."""
+"""Cursors at which model and copying are compared: number per second of the run's duration, minimum and
+maximum."""
 SECONDS = 1.2e-3, 1.5e-2
 """Seconds per gate position and per cursor on one thread, without the model's forwards (see TOKENS)."""
 FIT_SECONDS = 1.5e-3
@@ -48,13 +49,13 @@ TOKENS = 10, 250
 SHARES = 0.09, 0.06
 """Maximum fractions of the run's time for gate positions and for cursors."""
 ALONE = 0.15, 0.35
-"""SHARES for a run that trains no weights."""
+"""Like SHARES, for a run that trains no weights."""
 FITTED = 0.2
 """At least this fraction of the time for gate positions is reserved for fitting the gate."""
 BYTE_SECONDS = 1.5e-6
 """Seconds per indexed byte."""
 LEAST = 4
-"""Minimum number of cursors in a file with enough lines; the number of files is limited accordingly."""
+"""Each compared file with enough lines has at least this many cursors, which limits the number of files."""
 FEWEST = 3
 """With fewer files than this, the comparison of model and copying never disables the model."""
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
@@ -67,8 +68,8 @@ Text = TypeVar("Text")
 
 @dataclass(frozen=True)
 class CompletionFiles:
-    """A run's texts for completion. `index` contains the training files, `gate` the (name, text) pairs on which
-    the gate is fitted, and `all_texts` the pairs of all files, which are indexed at the end of the run."""
+    """A run's texts for completion. `index` contains the training files. `gate` has the (name, text) pairs on
+    which the gate is fitted. `all_texts` has the pairs of all files, to be indexed at the end of the run."""
 
     index: TextIndex
     gate: Sequence[NamedText]
@@ -105,9 +106,9 @@ def begin_completion(run: Path, files: CompletionFiles, architecture: Architectu
 
 @dataclass(frozen=True)
 class FitSize:
-    """Numbers of gate positions (`places`) and `cursors` to fit on. `limits` are the seconds after which the
-    evaluation of positions and of cursors stops. `seconds` are the estimated durations for positions (including
-    the fit of the gate) and for cursors."""
+    """Numbers of positions for fitting the gate (`places`) and of cursors for fitting thresholds (`cursors`).
+    `limits` are the seconds after which the evaluation of positions and of cursors stops. `seconds` are the
+    estimated durations for positions (including the fit of the gate) and for cursors."""
 
     places: int
     cursors: int
@@ -116,7 +117,7 @@ class FitSize:
 
     @classmethod
     def of(cls, seconds: float, per_token: float = 0.0, shares: tuple[float, float] = SHARES) -> "FitSize":
-        """The size for a run of `seconds`; one thread validates a token in `per_token` seconds.
+        """The size for a run that takes `seconds`. On one thread, validation takes `per_token` seconds per token.
 
         Gate positions and cursors take at most the fractions `shares` of the run's time. Without `per_token`, time
         is not limited, so the fit depends only on the numbers of positions and cursors.
@@ -151,11 +152,11 @@ def finish_completion(
     save: Callable[[], object] = lambda: None,
 ) -> str:
     """Fit gate and thresholds on texts that neither the model nor the index has seen, add these texts to the
-    index, and write everything.
+    index, and write index, gate and thresholds.
 
-    `loaded` is the model as it will be loaded for completion, and `copies` the option of `dunes train`. `save` is
-    called after an earlier gate is deleted; until the new gate is written, lines are copied. Returns a message for
-    the user.
+    `loaded` is the model that completion will load. `copies` is the value of `dunes train --copies`. `save` saves
+    the model; it is called between deleting the old gate and writing the new one. Meanwhile, lines are copied.
+    Returns a message for the user.
     """
     engine = CompletionEngine(loaded, files.index, header=knows_paths(loaded))
     copier, texts = CopyCompleter(files.index), [pair for pair in files.gate if pair[1].strip()]
@@ -190,8 +191,8 @@ def finish_completion(
 
 
 class Answer(NamedTuple):
-    """The suggestions of all completers at the cursor `cut` of file number `file`, `column` characters into a
-    word."""
+    """The suggestions of all completers at the cursor `cut` in file number `file`. The cursor is `column`
+    characters after the start of a word."""
 
     file: int
     cut: CutPoint
@@ -223,8 +224,8 @@ def ask_cursors(
 
 
 class FileShares(NamedTuple):
-    """Shares of correct suggestions by `model` and by `copying` at the same cursors of a file, at most one per
-    line."""
+    """Shares of correct suggestions by `model` and by `copying` at the same cursors of a file. A line has at most
+    one cursor."""
 
     model: float
     copying: float
@@ -243,15 +244,15 @@ def paired_shares(answers: Sequence[Answer]) -> list[FileShares]:
 def model_minus_copying(files: Sequence[FileShares]) -> "Interval":
     """Difference between the shares of correct suggestions, averaged over files, with Student's 95 % interval.
 
-    All files have the same weight, however many cursors they have. The variance is the larger of the variances
-    between files and inside files, since a few files may agree by chance. With fewer than FEWEST files, the
-    interval is [-1, 1].
+    All files have the same weight, however many cursors they have. The variance is the larger of two estimates,
+    from the differences between files and from the cursors inside files, since a few files may agree by chance.
+    With fewer than FEWEST files, the interval is [-1, 1].
     """
     model, copying, cursors = np.array(files, float).T
     mean = float((model - copying).mean())
     if len(files) < FEWEST:
         return Interval(mean, -1.0, 1.0)
-    smooth = [(side * cursors + 0.5) / (cursors + 1) for side in (model, copying)]  # shares 0 and 1 get variance
+    smooth = [(side * cursors + 0.5) / (cursors + 1) for side in (model, copying)]  # avoids zero variances
     inside = np.mean(sum(p * (1 - p) for p in smooth) / cursors)
     deviation = math.sqrt(max((model - copying).var(ddof=1), inside) / len(files))
     half = STUDENT[min(len(files) - 1, len(STUDENT)) - 1] * deviation
@@ -259,8 +260,8 @@ def model_minus_copying(files: Sequence[FileShares]) -> "Interval":
 
 
 def choose_copies(copies: Copies, files: Sequence[FileShares]) -> tuple[bool, str]:
-    """Returns True if lines are to be copied without the model, and the reason as text for the user; `copies` is
-    the option of `dunes train`."""
+    """True if lines are to be copied without the model, and the reason, for the user. `copies` is the value of
+    `dunes train --copies`."""
     if copies == "only":
         return True, "--copies only: lines are copied, without the model"
     if not files:
@@ -288,12 +289,12 @@ def fit_mixture(
     """Fit two gates for the engine's model and index. Returns both gates (None for texts without tokens) and
     facts.
 
-    The first gate is fitted without every third text, so that thresholds fitted on these unseen texts are not
-    overconfident. The second gate, which is used for completion, is fitted on all texts. The changes of both gates
-    are scaled by the factor that is best for the first gate on the unseen texts, since an unscaled gate fitted on
-    few or dissimilar texts makes unseen text less probable. The facts contain this factor, and the loss in
-    nats/token on the unseen texts, without a gate and with the first gate. At most `most` positions are collected,
-    and none after `seconds`.
+    Every third text is left out when the first gate is fitted, so that thresholds fitted on these unseen texts are
+    not overconfident. The second gate, which is used for completion, is fitted on all texts. The outputs of both
+    gates, which change log-probabilities, are multiplied by the factor that is best for the first gate on the
+    unseen texts. Without this factor, a gate fitted on few or dissimilar texts makes unseen text less probable.
+    The facts contain this factor, and the loss in nats/token on the unseen texts, without a gate and with the
+    first gate. At most `most` positions are collected, and none after `seconds`.
     """
     tokenized = [engine.files.tokenize(text, name) for name, text in texts]
     seen = [text for number, text in enumerate(tokenized) if number % 3] or tokenized
@@ -344,7 +345,7 @@ def file_means(values: Sequence[float], files: Sequence[int]) -> np.ndarray:
 def interval(means: np.ndarray, seed: int = 0) -> Interval:
     """The mean over the file means (F,), with a bootstrap interval that resamples files.
 
-    For paired differences, pass the differences (F,). Raises ValueError without files.
+    To compare two completers, `means` can be the differences of their file means. Raises ValueError without files.
     """
     if not len(means):
         raise ValueError("no file has a line to score; pass sources with at least one line that is not left out")

@@ -1,8 +1,8 @@
 """An index of files to copy from, in memory and in RUN/completion.
 
-`index.safetensors` contains the training files as ids and as bytes, both with sorted contexts; `files.json`
-contains the files' names and offsets. Both files are written to RUN/completion in the first seconds of a run, and
-written again at the end of the run, with the validation files.
+`index.safetensors` contains the ids and the bytes of the training files, each with the sorted order of its
+contexts; `files.json` contains the files' names and offsets. Both files are written to RUN/completion in the first
+seconds of a run, and written again at the end of the run, then including the validation text.
 """
 
 import json
@@ -32,9 +32,9 @@ FOLDER, FORMAT = "completion", 1
 REMEDY = "remove this folder to complete without it, or train again"
 
 MOST = 12_000_000
-"""Maximum bytes of text in an index; sorting more takes longer than ten seconds."""
+"""Maximum bytes of text in an index; sorting the contexts of more text takes longer than ten seconds."""
 SHORT = 4_000
-"""Minimum size in bytes of a text that is split into parts."""
+"""Minimum size, in bytes, of a text from which `named_texts` takes a part."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class IndexedFile:
 
 @dataclass(frozen=True, eq=False)
 class TextIndex:
-    """Files as ids (`ids`) and as bytes (`text`), with a context index for each."""
+    """The texts of files as bytes (`text`), and two context indexes: `ids` of the token ids, `contexts` of the
+    bytes."""
 
     files: Sequence[IndexedFile]
     ids: ContextIndex
@@ -86,8 +87,8 @@ def first_documents(documents: Sequence[Document]) -> Sequence[Document]:
 def named_texts(documents: Sequence[Document], first: float = 0, last: float = 1) -> list[tuple[str, str]]:
     """The path (within its source) and the text (without byte order mark) of each document.
 
-    With `first` and `last`, each text is cut to the part between these fractions of its bytes; texts too short to
-    split become empty. The text of a document has at most `MOST` bytes.
+    With `first` and `last`, each text is cut to the part between these fractions of its bytes; texts of fewer than
+    SHORT bytes become empty. Each document is cut to at most MOST bytes.
     """
     return [(d.header.rstrip("\n"), _part(d, first, last).removeprefix("\ufeff")) for d in documents]
 
@@ -137,8 +138,8 @@ def write_index(run: Path, index: TextIndex, sources: Sequence[str] = (), follow
 
 
 def read_sources(run: Path) -> Mapping[str, Any]:
-    """The sources of an index's text and their `follow_links`, as in a card; empty if they were not recorded.
-    Raises ValueError for a damaged record."""
+    """A record whose `sources` and `follow_links` describe the index's text, as in a model card; empty if the run
+    has no index. Raises ValueError for a damaged record."""
     return read_record(run, "files.json", FORMAT, REMEDY) or {}
 
 
@@ -158,7 +159,8 @@ def read_index(run: Path) -> TextIndex | None:
 
 
 def read_record(run: Path, name: str, format: int, remedy: str) -> dict[str, Any] | None:
-    """A record in RUN/completion; None if the file does not exist. Raises ValueError for another format."""
+    """A record in RUN/completion; None if the file does not exist. Raises ValueError for another version of the
+    format."""
     if (path := find_file(run, f"{FOLDER}/{name}")) is None:
         return None
     record = json_file.read(path)
@@ -169,7 +171,7 @@ def read_record(run: Path, name: str, format: int, remedy: str) -> dict[str, Any
 
 @contextmanager
 def damage_reported(run: Path, subject: str, remedy: str) -> Iterator[None]:
-    """Raise ValueError with the remedy if code in the `with` block fails to read a damaged file."""
+    """Errors in the `with` block, which reads a file, become a ValueError that names the damage and the remedy."""
     errors = OSError, SafetensorError, RuntimeError, LookupError, TypeError, ValueError, ArithmeticError
     try:
         yield

@@ -1,14 +1,13 @@
-"""Simulated typing: choose cursors in a file's lines, and count the keys saved if every key is followed by a
-suggestion.
+"""Simulated typing: choose cursors in a file's lines, and count the keys saved if a suggestion is requested after
+every key.
 
 Cursors and lines depend only on the seed, the file's name and its text. All completers thus get the same requests,
-and a new file changes no cursor in other files. The simulated user knows the line and accepts the first word of a
-suggestion as soon as that saves a key, so the number of keys saved is an upper bound. Indentation costs no keys,
-and Enter is not counted.
+and a new file changes no cursor in other files. The simulated user knows the line, and accepts the first word of a
+suggestion as soon as this saves a key. The number of keys saved is therefore an upper bound. Indentation costs no
+keys, and Enter is not counted.
 """
 
 import math
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +25,6 @@ ACCEPTANCE = 0.35
 """Share of shown suggestions accepted by users of JetBrains' completion: https://arxiv.org/abs/2405.08704."""
 LONGEST = 200
 """Maximum characters of a typed line, since nobody types longer lines and each character costs a request."""
-_IDENTIFIER = re.compile(r"\w\w")
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,6 @@ class CutPoint:
     end: int
     rest: str
     kind: Literal["character", "line start", "closed"]
-    mid_identifier: bool
     behind: str = ""
 
 
@@ -66,21 +63,21 @@ def file_lines(text: str) -> list[Line]:
 
 
 def cut_points(name: str, text: str, lines: Sequence[Line], seed: int = 0, count: int = 60) -> list[CutPoint]:
-    """At most `count` cursors inside lines, and a third as many at line starts, each kind in the file's order. A
-    cursor inside brackets that the line closes later occurs a second time, as if an editor had inserted the
+    """At most `count` cursors inside lines, and a third as many at line starts; both are in the file's order. A
+    cursor inside brackets that the line closes later is returned a second time, as if an editor had inserted the
     closing brackets behind the cursor.
 
-    Lines are drawn without replacement, and one character is drawn in each line, so that long lines have no more
-    cursors than short ones. A cursor inside a line is after the first and before the last character of the line
-    without indentation.
+    Lines are drawn without replacement, and one cursor is drawn in each of these lines, so that long lines have no
+    more cursors than short ones. A cursor inside a line is after the first and before the last character of the
+    line without indentation.
     """
     random = _generator(name, text, seed)
     longer = [line for line in lines if len(line.text) > 1]
     sample = [longer[i] for i in np.sort(random.choice(len(longer), min(count, len(longer)), replace=False))]
-    cuts = [_cut_point(text, line, int(random.integers(1, len(line.text))), "character") for line in sample]
+    cuts = [_cut_point(line, int(random.integers(1, len(line.text))), "character") for line in sample]
     starts = np.sort(random.choice(len(lines), min(-(-count // 3), len(lines)), replace=False))
     with_brackets = [other for cut in cuts if (other := _inside_brackets(text, cut))]
-    return cuts + [_cut_point(text, lines[i], 0, "line start") for i in starts] + with_brackets
+    return cuts + [_cut_point(lines[i], 0, "line start") for i in starts] + with_brackets
 
 
 def sample_lines(name: str, text: str, lines: Sequence[Line], seed: int = 0, count: int = 12) -> list[Line]:
@@ -92,7 +89,8 @@ def sample_lines(name: str, text: str, lines: Sequence[Line], seed: int = 0, cou
 
 @dataclass(frozen=True)
 class Typing:
-    """Totals over typed lines: characters, keys pressed, and different suggestions shown and (partly) accepted."""
+    """Totals over typed lines: characters, keys pressed, suggestions shown, and suggestions of which a word was
+    accepted. Successive suggestions of the same completed line count once."""
 
     characters: int = 0
     keys: int = 0
@@ -105,22 +103,22 @@ class Typing:
 
     @property
     def saved(self) -> float:
-        """Share of keys saved; NaN without characters."""
+        """Share of keys saved, compared with one key per character; NaN without characters."""
         return 1 - self.keys / self.characters if self.characters else math.nan
 
     @property
     def acceptance(self) -> float:
-        """Share of shown suggestions that is accepted; NaN without suggestions."""
+        """Share of shown suggestions that were accepted; NaN without suggestions."""
         return self.accepted / self.shown if self.shown else math.nan
 
     @property
     def shown_per_line(self) -> float:
-        """Mean number of different suggestions shown per line; NaN without lines."""
+        """Mean number of suggestions shown per line; NaN without lines."""
         return self.shown / self.lines if self.lines else math.nan
 
 
 class FileSuggestions:
-    """The suggestions of a completer in a file; each position is requested once.
+    """The suggestions of a completer in a file; the completer is called once per position.
 
     `cold` contains the seconds of the first request, `warm` the seconds of later requests inside a line. If
     `below` is true, the completer also gets the text from the next line on.
@@ -202,10 +200,10 @@ def fit_threshold(answers: Sequence[tuple[CutPoint, int, Suggestion]], acceptanc
     """The lowest threshold at which users accept at least the share `acceptance` of shown suggestions; 2.0 if
     there is no such threshold.
 
-    `answers` are cursors inside lines, their `column_in_word` and the suggestions there. Cursors can be at any
-    character of a word, but a user accepts a word only once. A correct suggestion therefore has weight 1/n, where
-    n estimates the number of cursors in the word at which the suggestion is correct: 1 for each character from the
-    cursor to the last but one, and 1/2 for each character before the cursor. A correct suggestion of only the last
+    `answers` contains, for each cursor, the cursor, its `column_in_word` and the suggestion. A sampled cursor can
+    be at any character of a word, but a user accepts a word only once. A correct suggestion therefore has weight
+    1/n, where n estimates the number of cursors in the word with a correct suggestion. Each suggested character
+    but the last adds 1 to n, and each character before the cursor adds 1/2. A correct suggestion of only the last
     character of a partly typed word is ignored, since it saves no key. (docs/log/completion.md, "Thresholds from
     cursors".)
     """
@@ -228,14 +226,13 @@ def mean_saved(typed: Iterable[Typing]) -> float:
     return sum(shares) / len(shares) if shares else math.nan
 
 
-def _cut_point(text: str, line: Line, column: int, kind: Literal["character", "line start"]) -> CutPoint:
-    offset = line.start + column
-    inside = bool(_IDENTIFIER.fullmatch(text, offset - 1, offset + 1))
-    return CutPoint(offset, line.end, line.text[column:], kind, inside)
+def _cut_point(line: Line, column: int, kind: Literal["character", "line start"]) -> CutPoint:
+    return CutPoint(line.start + column, line.end, line.text[column:], kind)
 
 
 def _inside_brackets(text: str, cut: CutPoint) -> CutPoint | None:
-    """The cursor with all open brackets closed behind it; None if the line does not close the innermost one."""
+    """The cursor as in an editor that has closed all open brackets: the closing brackets follow the cursor, and
+    the rest ends before the innermost one. None if the rest of the line does not close this bracket."""
     typed = split_lines(text[: cut.offset])[-1]
     behind, (_, place) = unmatched(typed)[0], unmatched(cut.rest)
     if not behind or not place or cut.rest[place] != behind[0] or not cut.rest[:place].strip():

@@ -1,4 +1,4 @@
-"""Replace names in a suggestion by names near the cursor; the rules need no model.
+"""Rules replace names in a suggestion by names near the cursor.
 
 A half-typed name is completed to a name of this file or of an open file. A copied line gets the names of its new
 surroundings. A name that the block already defines is not defined again. The rules use words, brackets and
@@ -19,23 +19,23 @@ from dunes.generate.copying import DEPTH_BYTES, TextSource
 from dunes.text.lines import split_lines
 
 LEAST = 3
-"""Minimum characters of a half-typed name."""
+"""Minimum number of typed characters for completing a half-typed name."""
 SAME = 0.98
 """Probability of the only name that continues a half-typed word, if this name was already suggested."""
 OTHER = 0.55
 """Probability of the only name that continues a half-typed word, if the name replaces a less probable word."""
 REPEATED = 0.75, 0.4
-"""Probabilities of the first word and of the full rest for a suggestion of the line above with other names."""
+"""Probabilities (first word, full rest) of a suggestion that repeats the line above with other names."""
 RENAMED = 0.65, 0.2
-"""Probabilities of the first word and of the full rest for a suggestion of a copied line with other names."""
+"""Probabilities (first word, full rest) of a suggestion that is a copied line with other names."""
 REACH = 20_000
-"""Number of characters above and below the cursor that are searched for lines."""
+"""Maximum number of characters above and below the cursor that are split into lines."""
 SCOPE = 80
 """Maximum number of lines above the cursor that are searched for the header of its function."""
 ALIKE = 6
-"""Number of lines above the cursor and above a copied line that are compared."""
+"""Number of lines above the cursor that are compared with the lines above a copied line."""
 LINE = 400
-"""Maximum characters of a line."""
+"""Maximum characters of a line that the rules read."""
 _SEPARATOR = re.compile(r"\s*,\s*")
 _TOKEN = re.compile(r"\w+|[^\w\s]")
 _SPACED = re.compile(rf"{_TOKEN.pattern}|\s+")
@@ -60,8 +60,8 @@ _DEFINED = re.compile(
 class Place:
     """A cursor between `before` and `after`, the texts of open files (newest first), and sources to copy from.
 
-    `suggest(text)` returns the suggestions after inserting `text` at the cursor, best first. `limit` cuts a
-    changed suggestion.
+    `suggest(text)` returns the suggestions after inserting `text` at the cursor, best first. `limit` applies the
+    request's limits to a suggestion that a rule has changed.
     """
 
     before: str
@@ -82,8 +82,8 @@ class Place:
         return [best, *(other for other in others if other.text != best.text)]
 
     def go_on(self, text: str, word: float) -> Suggestion:
-        """Suggest `text`, followed by its continuation if the continuation starts a new word. `word` is the first
-        word's probability."""
+        """Suggest `text` and the line's next words; if these would extend the last word of `text`, suggest `text`
+        alone. `word` is the probability that the suggestion's first word is right."""
         more, *_ = self.suggest(text)
         if re.match(r"\w", text[-1:]) and re.match(r"\w", more.text):
             return Suggestion(text, word, 0.0, ends_line=False)
@@ -137,7 +137,7 @@ class Place:
 
 
 def newest(texts: Mapping[str, str | None], name: str, options: CompleteOptions) -> list[str]:
-    """The texts of open files except `name`, in reverse order, followed by the texts in `options.files`."""
+    """The texts of open files except `name`, newest first, followed by the texts in `options.files`."""
     opened = [text for other, text in reversed([*texts.items()]) if text and other != name]
     return [*opened, *(text for _, text in options.files)]
 
@@ -145,7 +145,7 @@ def newest(texts: Mapping[str, str | None], name: str, options: CompleteOptions)
 def repeated(place: Place, best: Suggestion) -> Suggestion | None:
     """The rest of the line above with other names, if the typed line differs from the line above only in names.
 
-    The half-typed name may be the only difference if the rest contains this name again.
+    The half-typed name may differ, too, if the rest of the line contains this name again.
     """
     if best.line >= REPEATED[1] or first_line(best.text) != best.text:
         return None
@@ -165,9 +165,9 @@ def repeated(place: Place, best: Suggestion) -> Suggestion | None:
 def renamed_copy(place: Place, best: Suggestion) -> Suggestion | None:
     """A suggestion that is a copied line, with its names replaced by names near the cursor.
 
-    The lines above the cursor are compared with the lines above the copied line. If two of these lines differ only
-    in names, the suggestion gets the names above the cursor; names that occur in the function at the cursor are
-    not replaced.
+    The lines above the cursor are compared with the lines above the copied line. If the lines of a pair differ
+    only in names, these names of the copied line are replaced by the names above the cursor. Names that occur in
+    the function at the cursor are not replaced.
     """
     line = place.typed + first_line(best.text).rstrip()
     tokens, above = _TOKEN.findall(line), [*map(_TOKEN.findall, place.above)]
@@ -209,7 +209,8 @@ def without_header(place: Place, best: Suggestion) -> Suggestion | None:
 
 
 def half_typed(place: Place, best: Suggestion) -> Suggestion | None:
-    """The rest of the half-typed word if exactly one name continues it, unless another word is more probable."""
+    """The rest of the half-typed word, if exactly one name continues the word and no other word is more
+    probable."""
     part = re.split(r"\W", place.typed)[-1]
     if len(part) < LEAST or not part.isidentifier() or re.match(r"\w", place.after) or _COMMENT.match(place.typed):
         return None
@@ -232,8 +233,8 @@ def not_again(place: Place, best: Suggestion) -> Suggestion | None:
 
 
 def _copied_lines(source: TextSource, line: bytes) -> Iterator[list[list[str]]]:
-    """For each longest match of the end of `line`, yield a list: the tokens of the matched line, and the tokens of
-    each line above it."""
+    """For each occurrence of the longest match of the end of `line`, yield the tokens of the matched line and of
+    the lines above it."""
     length, positions = source.longest(line[-DEPTH_BYTES:])
     for place in positions if 2 * length >= min(len(line), DEPTH_BYTES) else ():
         end = source.text.find(b"\n", place)
@@ -253,7 +254,8 @@ def _head(tokens: Sequence[str]) -> Sequence[str]:
 
 
 def _renaming(old: Sequence[str], new: Sequence[str]) -> dict[str, str]:
-    """Maps old to new names if two lines differ only in names; empty if more than half of the tokens differ."""
+    """A map of old to new names if two lines differ only in names; empty if more than half of the tokens
+    differ."""
     pairs = {(a, b) for a, b in zip(old, new, strict=False) if a != b}
     same = sum(a == b for a, b in zip(old, new, strict=False))
     is_alike = len(old) == len(new) > 1 and 2 * same >= len(old) and len(dict(pairs)) == len(pairs)
@@ -270,8 +272,8 @@ def _rest(typed: str, line: str, names: Mapping[str, str]) -> str:
 
 
 def _rename(token: str, names: Mapping[str, str]) -> str:
-    """The token with names replaced. If an old and a new name differ only in a part, this part is replaced in any
-    token."""
+    """The token, with old names replaced by new names. If an old and a new name differ only in a part, this part
+    is replaced in any token."""
     if token in names:
         return names[token]
     parts = "\0".join(["", *_PART.findall(token), ""])
@@ -294,7 +296,7 @@ def _defined(line: str) -> str:
 
 
 def _names(text: str, part: str) -> list[str]:
-    """The words outside comments that begin with `part`."""
+    """The words that begin with `part` and are not in comments."""
     matches = re.finditer(rf"{part}\w*", text)  # with \b, the search would be many times slower
     above = ((name[0], text[max(0, name.start() - LINE) : name.start()]) for name in matches)
     return [

@@ -23,11 +23,12 @@ WIDTH = 3
 BEAMED = 5
 """Number of tokens after which beam search ends and beams continue by greedy decoding."""
 LEAD = 1.5
-"""Beam search ends once the best beam leads the second one by this many nats."""
+"""Lead (nats) of the best beam over the second beam at which beam search ends."""
 HOPELESS = -2.3
-"""If a line's log-probability (nats) is below this, decoding stops, and the line is replaced by a copied line."""
+"""If a line's log-probability (nats) is below this, decoding stops early, and a copied line may replace the
+line."""
 NEGLIGIBLE = -4.6
-"""Once the log-probability (nats) of a copied line falls below this, its remaining ids are not evaluated."""
+"""Log-probability (nats) of a copied line below which the remaining ids of the line are not evaluated."""
 LIKELY = -1.9
 """If a beam's first word has at least this log-probability (nats), a copy with another first word is rejected."""
 
@@ -38,7 +39,8 @@ class CompleteOptions:
     suggestions (`alternatives`).
 
     A suggestion ends before a string in `stop`, and after at most `max_tokens` tokens. `cancelled` is called
-    between two forwards. `files` are (name, text) pairs to copy from in this request only.
+    between two forwards, and ends the search by returning True. `files` are (name, text) pairs to copy from in
+    this request only.
     """
 
     lines: int = 1
@@ -89,8 +91,8 @@ class Beam(NamedTuple):
 
 
 class LineSearch:
-    """Search for lines at a cursor that follows a prompt and the typed bytes. At most `room` ids fit after the
-    prompt."""
+    """Searches for the most probable lines at a cursor after a prompt and the typed bytes. At most `room` ids fit
+    after the prompt."""
 
     def __init__(self, mixture: Mixture, prompt: Sequence[int], options: CompleteOptions, room: int) -> None:
         self.mixture, self.prompt, self.options = mixture, prompt, options
@@ -134,8 +136,8 @@ class LineSearch:
         return total + (self.mixture.word_end_logprob(ids) if ends_word else 0.0)
 
     def _decode(self, beam: Beam) -> Beam:
-        """Continue a beam greedily until it ends; a hopeless beam stops after its first word, or as soon as a copy
-        is certain to replace it."""
+        """Continue a beam greedily until it ends. A hopeless beam stops after its first word, or as soon as a copy
+        is certain to replace the beam."""
         while len(beam.ids) < self.limit and not self.ends(beam):
             text = self._data(beam).decode(errors="ignore")
             if self._is_hopeless([beam]) and (first_word(text) != text or self._will_be_copied(beam, text)):
@@ -149,7 +151,7 @@ class LineSearch:
 
     def _or_copy(self, beam: Beam) -> Beam:
         """The beam, or the line after the text's longest match if the beam's log-probability is below HOPELESS.
-        The beam stays if its first word is likely and differs from the copy's first word."""
+        The beam is kept if its first word is likely and differs from the copy's first word."""
         if (beam.ids and (beam.total >= HOPELESS or self._uncovered(beam))) or not self._copied:
             return beam
         copy = self.score(self._copied, bounded=True)
@@ -237,7 +239,7 @@ def beam_search(
 
     `logprobs` returns the next-id log-probabilities (V,) after each of several texts, -inf for forbidden ids.
     `ends` returns True for a finished beam. The search stops when no unfinished beam is more probable than the
-    best finished one, or when `decided` returns True for the beams, sorted by probability.
+    best finished beam, or when `decided` returns True for the beams (the most probable first).
     """
     beams, finished, ranked = [Beam()], list[Beam](), list[Beam]()
     for _ in range(max_tokens):

@@ -23,7 +23,7 @@ NEAR = 200_000
 BELOW = 20_000
 """Maximum number of characters below the cursor that are used."""
 LINE = 4096
-"""Maximum number of characters of a line that are encoded at once."""
+"""A line of more characters is encoded in pieces of this length."""
 FORMS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -43,20 +43,20 @@ BOUNDARIES = (
     (r"(?<=[!-~])(?=[\r\n])", rb"[!-~][\r\n]"),
     (r"(?<=\n)(?=[ \t]*[!-~])", rb"\n(?:[ \t]+\Z|[ \t]*[!-~])"),
 )
-"""Pairs of patterns for texts in which a token may span lines. The first pattern of a pair matches where a text is
-split: before line ends that follow a printable character (GPT-2), or after the last line end (LLaMA 3). The second
-pattern matches a token across such a split."""
+"""Pairs of patterns for tokenizers that have tokens across line ends. The first pattern of a pair matches the
+places at which a text is split: before line ends that follow a printable character (GPT-2), or after the last line
+end (LLaMA 3). The second pattern matches a token across such a split."""
 _PROBE = "".join(
     f"{end}{join}{start}"
     for end in ("x", "1", ");", '"', "'s", "é", "字", "\u3000", " ", "\t")
     for join in ("\n", "\r\n", "\r", "\n\n", "\n  \n", "\n\t", "\n    ", " \n", "\n\n        ")
     for start in ("x", "1", "'s", "(x", "#", "é", "字", "}", "\u3000x")
 )
-"""A text with many kinds of line ends."""
+"""A test text that combines line ends with many kinds of characters before and after."""
 HEALED = 8
-"""Maximum number of ids of line ends and spaces before the cursor that are generated again."""
+"""At most this many ids of line ends and spaces before the cursor are generated again."""
 CACHED_LINES = 1 << 16
-"""Number of parts whose ids are cached; after a keystroke, all parts but one are the same."""
+"""Number of lines, or other parts of texts, whose ids are cached; a keystroke changes only one part."""
 RECENT = 12
 """Number of cached results of `FileTokenizer.recent`. Each file takes four cache entries: the lines above the
 cursor, the sources to copy from, the index without this file, and an index of the request's files."""
@@ -65,7 +65,8 @@ cursor, the sources to copy from, the index without this file, and an index of t
 class TokenizedText(NamedTuple):
     """Ids, and the index at which each line starts; the first `starts[0]` ids are the header.
 
-    No token crosses the boundary before id `last`; this boundary is in the last line or above it.
+    `ids[last:]` are the ids of the last line, and possibly of text above it. No token crosses the boundary before
+    these ids.
     """
 
     ids: list[int]
@@ -103,10 +104,10 @@ class FileTokenizer:
         return tuple(chain.from_iterable(self._line(text[i : i + LINE]) for i in range(0, len(text), LINE)))
 
     def split_typed(self, ids: Sequence[int]) -> tuple[Sequence[int], bytes]:
-        """Split ids into the ids to keep, and the bytes of those last ids that a longer token could replace.
+        """Split ids into ids to keep, and the bytes of the last ids, which a longer token could replace.
 
-        After more typing, the last tokens may become one longer token. Characters that are in no token of the
-        vocabulary are never replaced.
+        After more typing, the last tokens may become one longer token. Ids without bytes, such as sentinels, are
+        never replaced.
         """
         split, tail = len(ids), b""
         for cut in range(len(ids) - 1, -1, -1):
@@ -142,11 +143,12 @@ class FileTokenizer:
         return [id for first, last in ranges for id in self._order[first:last]]
 
     def encode_continuation(self, text: str) -> list[int]:
-        """The ids of a text that does not start a file."""
+        """The ids of a text that is not at the start of a file."""
         return [i for part in self._parts(text) for i in self._encode_part(part)]
 
     def start(self, name: str) -> list[int]:
-        """The ids before the first line of a file: its path, or a document's start if training had no paths."""
+        """The ids before the first line of a file: its path, or the ids that start every document if training had
+        no paths."""
         if not self.header:
             return list(self.tokenizer.document_start)
         return [self.tokenizer.token_id(FILE), *(self.line(f"{name}\n") if name else ())]
@@ -164,7 +166,7 @@ class FileTokenizer:
         return TokenizedText(ids, starts, size)
 
     def _tokenize_parts(self, text: str, name: str) -> tuple[TokenizedText, str]:
-        """Tokenize a text of complete lines except its last part, which is returned as text."""
+        """Tokenize all parts of a text of complete lines except the last part, which is returned as text."""
         ids, *parts = self.start(name), *self._parts(text)
         starts = [] if self.tokenizer.line_separable else [len(ids)]
         for part in parts[:-1]:
@@ -214,7 +216,7 @@ class FimForm(NamedTuple):
 
 
 def fim_form(loaded: LoadedModel) -> FimForm | None:
-    """The fill-in-the-middle format of a model; None if the model was not trained on such text.
+    """The fill-in-the-middle format of a model; None if the model was not trained to fill in the middle.
 
     The card of a model trained with dunes records the format; for other models, the format depends on the
     tokenizer's sentinels.
@@ -232,9 +234,9 @@ def fim_form(loaded: LoadedModel) -> FimForm | None:
 
 
 def near_text(before: str) -> str:
-    """The last part of the text above the cursor, from the start of a line if a line starts nearby.
+    """The text before the cursor, cut to about its last NEAR characters, from the start of a line if possible.
 
-    The start of the part does not move while a text grows by up to `NEAR // 4` characters.
+    The cut moves only each time the text has grown by `NEAR // 4` characters.
     """
     if len(before) > NEAR:
         step = NEAR // 4
@@ -248,7 +250,7 @@ def without_overlap(suggestion: str, after: str, typed: str = "") -> str:
     lines.
 
     `typed` is the part of the line before the cursor; it precedes the suggestion in the comparison with the next
-    lines. If the line continues behind the cursor, the suggestion is cut to a single line, which ends before a
+    lines. If the line continues behind the cursor, the suggestion is cut to a single line. This line ends before a
     closing bracket or quote that already follows the cursor.
     """
     if (rest := first_line(after).rstrip()).strip():
@@ -272,8 +274,8 @@ def _before_closing(line: str, rest: str, typed: str) -> str:
 
 
 def _overlaps(line: str, part: str, typed: str) -> bool:
-    """True if the line ends with `part`, and `part` closes neither a quote that the line opens nor, if `typed` has
-    open brackets, a bracket that the line opens."""
+    """True if the line ends with `part`. False if `part` closes a quote that the line opens, or closes a bracket
+    that the line opens while `typed` has open brackets."""
     if not line.endswith(part):
         return False
     before = line[: -len(part)]
@@ -283,7 +285,8 @@ def _overlaps(line: str, part: str, typed: str) -> bool:
 
 
 def window(ids: Sequence[int], length: int, moves: int = 4) -> Sequence[int]:
-    """The last ids that fit into this context length; their offset is a multiple of `length // moves`.
+    """The last ids, at most `length`, of a text. The index of the first of them is a multiple of `length //
+    moves`.
 
     When a text grows by one id, its window nearly always grows by the same id, so that the KV cache stays valid.
     On average, each new id causes `moves - 1` ids to be evaluated again.
@@ -305,8 +308,8 @@ def first_line(text: str) -> str:
 
 
 def unmatched(text: str) -> tuple[str, int | None]:
-    """The closing brackets missing at the end of a text, innermost first, and None; if the text has an unmatched
-    closing bracket, an empty string and the position of the first such bracket."""
+    """Two values: the closing brackets missing at the end of a text, innermost first, and None. For a text with an
+    unmatched closing bracket, returns an empty string and the position of the first such bracket."""
     closing = ""
     for place, character in enumerate(text):
         if character in BRACKETS:

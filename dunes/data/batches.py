@@ -1,11 +1,12 @@
-"""Batches (windows of ids, tensor rows, or examples) in an order fixed by (seed, epoch, position) alone.
+"""Batches of windows of ids, of tensor rows, or of examples.
 
-Therefore, a single integer stores the position of a run in its data. A resumed run starts without reading earlier
-batches, and the order does not depend on the number of workers or devices.
+The seed, the epoch and the position in the epoch determine each row of a batch. Therefore, a resumed run needs
+only the number of its next batch and reads no earlier batches, and the order of the rows does not depend on the
+number of workers or devices.
 
-A row has one padded example, or several packed examples that do not attend to each other. Packing is best-fit
-decreasing (https://arxiv.org/abs/2404.10830). The layout depends only on the lengths, so every epoch has the same
-number of rows. Each epoch permutes the examples of equal length.
+A row of `Batches` has one padded example, or several packed examples that do not attend to each other. Packing is
+best-fit decreasing (https://arxiv.org/abs/2404.10830). The packing depends only on the lengths of the examples, so
+every epoch has the same number of rows. Each epoch permutes the examples of equal length.
 """
 
 # Shapes: B batch, T tokens, N rows.
@@ -58,8 +59,8 @@ class PackedText:
     of the previous document and the first input of the next.
 
     `Windows` applies `transform`, if any, to each complete document, including its first id. `transform` may
-    reorder and replace ids. Its random generator is seeded by (seed, epoch, document), so all windows that contain
-    parts of the same document see the same transformed document.
+    reorder and replace ids. The random generator for `transform` is seeded by (seed, epoch, document), so all
+    windows with parts of a document see the same transformed document.
     """
 
     tokens: TokenIds
@@ -74,7 +75,7 @@ class PackedText:
         return self.tokens[index]
 
     def transformed(self, index: NDArray[np.int64], key: tuple[int, int]) -> NDArray[np.int64]:
-        """The ids at these consecutive indices (N,) of transformed documents; `key` is (seed, epoch)."""
+        """The ids of transformed documents at the consecutive indices `index` (N,); `key` is (seed, epoch)."""
         assert self.transform is not None
         first, last = np.searchsorted(self.starts, index[[0, -1]], "right") - 1
         bounds = np.append(self.starts, len(self))[first : last + 2]
@@ -87,9 +88,9 @@ class PackedText:
         return transformed
 
     def batch(self, window: Tensor, index: NDArray[np.int64]) -> tuple[Tensor, Tensor, Tensor]:
-        """Ids, targets and positions (B, T) of windows (B, T + 1); `index` has consecutive indices in each row.
+        """Ids, targets and positions (B, T) of windows (B, T + 1); each row of `index` has consecutive indices.
 
-        A target that is the first id of the next document is ignored, unless it is `end`.
+        If a target is the first id of the next document, and is not `end`, it becomes IGNORE.
         """
         document_starts = self.starts[np.searchsorted(self.starts, index, "right") - 1]
         positions = torch.from_numpy(index - np.maximum(document_starts, index[:, :1]))
@@ -107,8 +108,9 @@ class Windows:
     `arrange`, if any, is applied to each window, with a generator seeded by (seed, epoch, position in the epoch's
     order). Batches with `arrange` have separate targets, which are IGNORE where `arrange.is_target` is False.
 
-    Each epoch has its own offset and order. An epoch omits fewer than two windows of tokens at the ends of the
-    text; other epochs include these tokens. Raises ValueError if there are fewer tokens than one window needs.
+    Each epoch has its own offset and order. An epoch omits fewer than 2 * `length` tokens, all at the start and
+    the end of the text; epochs with other offsets include them. Raises ValueError if there are fewer tokens than
+    one window needs.
     """
 
     tokens: TokenIds
@@ -125,13 +127,13 @@ class Windows:
 
     @property
     def windows_per_epoch(self) -> int:
-        """Number of windows in an epoch: one fewer than the text has room for, so that the offset can vary."""
+        """Number of windows in an epoch: one fewer than would fit (at least one), so that the offset can vary."""
         return max(1, (len(self.tokens) - 1) // self.length - 1)
 
     def starts(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The first token index of each window.
+        """Index of the first token of each window.
 
-        `positions` number the windows consecutively across epochs (they do not restart at 0).
+        `positions` count windows from the first epoch on; they do not restart at 0 in later epochs.
         """
         epochs, within = np.divmod(positions, self.windows_per_epoch)
         starts = np.empty_like(positions)
@@ -145,7 +147,7 @@ class Windows:
         return starts
 
     def batch(self, number: int) -> Tensor | tuple[Tensor, ...]:
-        """Batch `number` (0, 1, ...), int64: ids (B, T + 1); for `PackedText`, ids, targets, positions (B, T).
+        """Batch `number` (0, 1, ...), int64: ids (B, T + 1); for `PackedText`, ids, targets and positions (B, T).
 
         With `arrange`, a batch of plain ids becomes ids and targets (B, T). With several ranks, the batch has only
         the rows of this rank.
@@ -228,7 +230,7 @@ def join_texts(texts: Sequence[NDArray[Any]]) -> Side:
 
 
 def tail_start(start: int, stop: int, share: float) -> int:
-    """Start index of the last `share` of the tokens of a text that spans `start` to `stop` (including EOS)."""
+    """Start index of a text's tail, the last fraction `share` of the tokens from `start` to `stop` (with EOS)."""
     return stop - round((stop - start) * share)
 
 
@@ -255,7 +257,7 @@ class Rows:
             )
 
     def steps(self, epochs: float) -> int:
-        """Number of batches in this many epochs (which may be a fraction), rounded up."""
+        """Number of batches in `epochs` epochs, rounded up; `epochs` may be fractional."""
         return -int(-epochs * len(self.tensors[0]) // self.batch_size)
 
     def indices(self, start: int = 0) -> Iterator[Tensor]:
@@ -291,7 +293,7 @@ class Batches:
     (examples, 2), a batch has a fourth tensor (rows,) with the log-probability of each row.
 
     An example of more than `context_length` + 1 ids is truncated; `data_report` counts truncated examples. Raises
-    ValueError if no example has a target within the context.
+    ValueError if no example has a target within `context_length`.
     """
 
     examples: Sequence[Example] = field(repr=False)
@@ -324,7 +326,7 @@ class Batches:
 
     @cached_property
     def _layout(self) -> list[list[int]]:
-        """The examples of each row, as indices into all examples sorted by descending length."""
+        """The examples of each row, as indices into the examples with a target, sorted by descending length."""
         lengths = np.sort(self._lengths)[::-1].tolist()
         return best_fit(lengths, self.context_length) if self._packs else [[i] for i in range(len(lengths))]
 
@@ -340,9 +342,9 @@ class Batches:
         return [int(self._with_target[i]) for i in self._ranking(epoch)[row]]
 
     def _ranking(self, epoch: int) -> NDArray[np.int64]:
-        """Examples in descending order of length; examples of equal length are shuffled in each epoch."""
+        """Indices into `_with_target`, by descending length of the examples; equal lengths are shuffled."""
         if epoch not in self._cache:
-            # A different key from the one that shuffles rows.
+            # The epoch in this key is negated, since (seed, epoch) already shuffles the rows.
             size = len(self._with_target)
             order = shuffle_index(np.arange(size), size, (self.seed, -1 - epoch))
             self._cache.clear()
@@ -350,7 +352,7 @@ class Batches:
         return self._cache[epoch]
 
     def batch(self, number: int) -> Batch:
-        """Batch `number` (0, 1, 2, ...), which may span epochs; packed rows are padded to `context_length`.
+        """Batch `number` (0, 1, 2, ...); it may span epochs. Packed rows are padded to `context_length`.
 
         With several ranks, the batch has only the rows of this rank.
         """
@@ -374,10 +376,10 @@ class Batches:
 
 
 def collate(rows: Sequence[Sequence[Example]], context_length: int, full: bool = False) -> Batch:
-    """Join rows of examples to a batch, padded to `context_length` if `full`, otherwise to the longest row.
+    """Join rows of examples into a batch, padded to `context_length` if `full`, otherwise to the longest row.
 
-    Targets are the next ids of the same example, never ids of the following example. Padding has position -1 and
-    id 0, which is never read.
+    Targets are the next ids of the same example, never ids of the following example. Padding has position -1, id 0
+    and target IGNORE.
     """
     parts = [_row(row, context_length) for row in rows]
     width = context_length if full else max(part.shape[1] for part in parts)
@@ -399,7 +401,7 @@ def _row(row: Sequence[Example], context_length: int) -> NDArray[np.int64]:
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Pack items into rows by best fit; their lengths are in descending order.
+    """Pack items into rows by best fit; `lengths` must be in descending order.
 
     Returns the item indices of each row; a row's total length is at most `room`.
     """

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 LARGE = 0.2
-"""A group of near-duplicates with more than this fraction of the texts is selected for validation last."""
+"""A group of near-duplicates with more than this fraction of texts or bytes is selected for validation last."""
 
 _WIDE_SPACE = re.compile("[\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff]")
 _SPACE, _LINE_ENDS = b" \t\v\f\x1c\x1d\x1e\x1f", bytes.maketrans(b"\r", b"\n")
@@ -24,15 +24,15 @@ BINS = 64
 EMPTY = 2**32 - 1
 """Value of a bin without lines."""
 SIMILAR = 0.7
-"""Minimum Jaccard similarity of near-duplicates' lines: 17 common lines if both have 20 (17 / 23 = 0.74)."""
+"""Minimum Jaccard similarity of near-duplicates; with 20 lines each, 17 of them equal, it is 17 / 23 = 0.74."""
 
 FEW_LINES = 6
-"""Minimum number of nonempty bins for a comparison by lines; texts with fewer have equal lines by chance."""
+"""Minimum number of nonempty bins for a comparison by lines; shorter texts may have equal lines by chance."""
 SHORT_LINE = 4
-"""Minimum bytes of a line that is compared; shorter lines, such as brackets, are equal by chance."""
+"""Minimum length in bytes of a compared line; shorter lines, such as brackets, may be equal by chance."""
 
 KEYS = 4
-"""Number of a text's rarest hashes; two texts are compared if they share one of these hashes."""
+"""Number of rarest hashes per text; two texts are compared only if they share one of them."""
 COMPARED = 8
 """Maximum number of comparisons per text and hash, since some lines (of a licence) are in every file."""
 
@@ -85,7 +85,7 @@ def _without_space(text: str) -> bytes:
 
 
 def _hashes(lines: Iterable[bytes]) -> NDArray[np.uint32]:
-    """Hashes of lines: CRC-32, then the finalizer of MurmurHash3, which mixes the bits of the linear CRC-32."""
+    """Hashes of lines: CRC-32, which is linear, with its bits mixed by the finalizer of MurmurHash3."""
     hashes = np.array([*map(crc32, lines)], np.uint32)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
         hashes = (hashes ^ (hashes >> np.uint32(shift))) * np.uint32(factor)
@@ -100,7 +100,7 @@ def _candidates(sketches: Sequence[NDArray[np.uint32]], firsts: Sequence[int]) -
     table = np.sort(np.stack([sketches[i] for i in wide]), 1).astype(np.int64)
     _, index, counts = np.unique(table, return_inverse=True, return_counts=True)
     counts = counts[index.reshape(table.shape)]
-    # Rare hashes come first: the lines of a licence are in all texts.
+    # Rare hashes come first, since the lines of a licence are in many texts.
     rarity = np.where((counts == 1) | (table == EMPTY), len(wide) + 1, counts)
     keys = np.take_along_axis(table, np.argsort(rarity, 1, kind="stable")[:, :KEYS], 1).ravel()
     owners = np.repeat(np.array(wide), KEYS)

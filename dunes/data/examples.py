@@ -1,4 +1,4 @@
-"""Convert records to conversations, and conversations to finetuning examples: ids with a loss mask of the answers.
+"""Convert records to conversations, and conversations to finetuning examples: ids and a loss mask for answers.
 
 The format of a file is detected from its first row. An invalid row raises an error that names the row.
 """
@@ -42,15 +42,15 @@ ROLES = {
     "function_call": "assistant", "tool_call": "assistant",
     "tool": "tool", "function": "tool", "observation": "tool", "tool_response": "tool",
 }  # fmt: skip
-"""Maps each role name of OpenAI's and ShareGPT's formats to our role."""
+"""Maps each role of OpenAI's and ShareGPT's formats to the role of a `Turn`."""
 
 CALL_ROLES = ("function_call", "tool_call")
-"""Roles of ShareGPT's messages whose text is JSON: a tool call, or a list of tool calls."""
+"""ShareGPT's roles for tool calls; the text of such a message is one tool call or a list of them, in JSON."""
 
 CALL_KEYS = ("tool_calls", "function_call")
-"""Keys of fields that only answers have."""
+"""Keys of tool calls in a message; only answers have them."""
 RESULT_KEYS = ("name", "tool_call_id")
-"""Keys of fields that only messages of tools have."""
+"""Keys of further fields of a message; only messages with the role `tool` have them."""
 
 SYSTEM_KEYS = ("system", "system_prompt", "system_message")
 """Keys under which a row may have a system prompt beside its conversation or task."""
@@ -75,7 +75,7 @@ UNUSABLE_IN_ROWS: tuple[_Unusable, ...] = (
     _MEDIA,
     (("weight",), lambda value: value != 1, "rows cannot be weighted; leave it out, or repeat the row"),
     (("mask",), lambda value: ROLES.get(str(value).lower()) != "user", "only prompts can be masked; leave it out"),
-    (("label",), lambda value: value is False, _UNLEARNED),  # 0 may be a class
+    (("label",), lambda value: value is False, _UNLEARNED),  # a label 0 may be a class
     (("kto_tag", *LOSS_KEYS[1:]), lambda value: value in (0, "false", "False", "0"), _UNLEARNED),
 )
 UNUSABLE_IN_MESSAGES: tuple[_Unusable, ...] = (
@@ -87,8 +87,8 @@ UNUSABLE_IN_MESSAGES: tuple[_Unusable, ...] = (
     ),
     (("refusal",), lambda value: value is not False, "write a refusal into the content"),
 )
-"""Fields with a meaning that training does not support: keys, a condition on the value, and the error message.
-Other values of these fields, and all other fields that are not read, are ignored and listed."""
+"""Unsupported fields: their keys, a predicate that is True for values to refuse, and the error message. Other
+values are ignored; `Records.ignored` lists these fields, except `weight` and `mask`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +97,8 @@ class Record:
 
     `format` is a key of RECORD_FORMATS. `variables` are additional variables for the chat template, such as
     `tools`. For a preference, `turns` are the prompt and the chosen answer, and `rejected` are the prompt and the
-    rejected answer. Answers inside the prompt are not trained on. `seen` is `Example.seen`, once
-    the record has an example.
+    rejected answer. Answers inside the prompt are not trained on. `seen` is `Example.seen`; it is set after the
+    record is tokenized.
     """
 
     turns: Conversation
@@ -135,7 +135,7 @@ class Records:
 class RecordFormat:
     """A record format: description, keys that identify it, the function that reads a row, and optional keys.
 
-    `refused` are keys of text that the format cannot read; a row with such text is refused.
+    A row with a value under a key in `refused` raises ValueError, since the format does not read this value.
     """
 
     description: str
@@ -155,7 +155,7 @@ class RecordFormat:
 class Example:
     """The `ids` (T,), int32, of a record, and `loss_mask` (T,), bool, True for targets. `place` is its location.
 
-    `window_index` numbers the windows of a plain text, which overlap by one id; conversations have None. For a
+    `window_index` numbers the windows of a plain text (None for conversations); windows overlap by one id. For a
     preference, `ids` are the prompt and the chosen answer, and `rejected` is the example of the rejected answer.
     `seen` is a digest of the words of a rendered conversation or a preference's prompt; plain text has none.
     """
@@ -178,8 +178,8 @@ class Example:
     def targets(self, context_length: int) -> int:
         """Number of targets that remain if the example is truncated to `context_length` + 1 ids.
 
-        For a preference, the sum over both sides. If one side has no target, or the truncated sides are equal, the
-        result is 0 and the pair is skipped.
+        For a preference, the result is the sum for both sides. If one side has no target, or the truncated sides
+        are equal, the result is 0 and the pair is skipped.
         """
         counts = [int(side.loss_mask[1 : context_length + 1].sum()) for side in self.sides]
         equal = len({side.ids[: context_length + 1].tobytes() for side in self.sides}) < len(self.sides)
@@ -187,10 +187,10 @@ class Example:
 
 
 def read_records(path: Path | str, fields: Sequence[str] = (), names: Mapping[str, str] | None = None) -> Records:
-    """The records of a JSON list, a JSON lines or CSV file (all may be gzipped), or a parquet file.
+    """The records of a JSON list or JSON lines (plain or gzipped), or of a CSV, TSV or parquet file.
 
     With `fields`, only these fields are read, as plain text. `names` maps fields of RECORD_FORMATS to the file's
-    field names; only formats with all fields in `names` are tried. Raises ValueError that names the file, the line
+    field names; only formats that have all these fields are tried. Raises ValueError that names the file, the line
     or row, the expected value and the actual value.
     """
     path, names = Path(path), names or {}
@@ -212,7 +212,7 @@ def read_records(path: Path | str, fields: Sequence[str] = (), names: Mapping[st
 def record_texts(
     path: Path, fields: Sequence[str] = (), names: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yield each record's file and line, and its text (possibly empty).
+    """Yield (place, text) of each record: the file and line, and the text, which may be empty.
 
     Arguments are as for `read_records`. Raises ValueError like `read_records`, and if no record has text.
     """
@@ -237,9 +237,9 @@ NO_RECORDS = "no records; expected a JSON list, or one JSON object per line"
 def text_reader(
     first: Any, fields: Sequence[str] = (), names: Collection[str] = ()
 ) -> tuple[str, Callable[[Any], str]]:
-    """A description of the text in a file that starts with this row, and the function that extracts a row's text.
+    """A description of the text in a file with the first row `first`, and a function that extracts a row's text.
 
-    Several fields, or the turns of a conversation, are joined by blank lines. Only formats with all fields in
+    Several fields, or the turns of a conversation, are joined by blank lines. Only formats that have all fields in
     `names` are tried. Raises ValueError for a row of an unknown format.
     """
     if not fields:
@@ -251,7 +251,7 @@ def text_reader(
 
 
 def _chat_text(name: str, row: Any) -> str:
-    """The text of a conversation. Raises ValueError for tools, tool calls and reasoning, which are no text."""
+    """The text of a conversation. Raises ValueError if it has tools, tool calls or reasoning."""
     turns = _read(name, row)
     if keys := [*["tools"] * bool(_tools(row)), *(key for turn in turns for key in turn.fields)]:
         raise ValueError(
@@ -348,7 +348,7 @@ def _one(values: Mapping[str, Any], keys: Iterable[str], noun: str) -> str | Non
 
 
 def _system(row: dict[str, Any], turns: Conversation) -> Conversation:
-    """The system message from a field of the row; empty if the conversation starts with the same message."""
+    """The system message from a field of the row; empty if there is none, or if the conversation has one."""
     texts = {key: text for key in SYSTEM_KEYS if (text := _text(row, key, "")).strip()}
     own = [turn.text for turn in turns[:1] if EQUAL_ROLES.get(turn.role, turn.role) == "system"]
     given = texts | dict(zip(["the system message"], own, strict=False))
@@ -373,9 +373,9 @@ def _tools(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _functions(key: str, entries: Any, noun: str) -> list[dict[str, Any]]:
-    """The list of tools, or of their calls, under a key of a row or message, in OpenAI's form.
+    """The tools or tool calls under a key of a row or message, in OpenAI's form.
 
-    An entry may be given as JSON, and may be the function without the object around it.
+    An entry may be a string of JSON, or only the function, without its enclosing object.
     """
     if not _typed(entries, list, key):
         raise ValueError(f"{key}: expected {noun}s, found an empty list")
@@ -429,7 +429,7 @@ def ignored_line(files: Iterable[Records]) -> list[str]:
 
 
 def _typed(value: Any, kind: type[T], key: str = "") -> T:
-    """Return the value. Raises ValueError for another type, and for a string with half of a surrogate pair."""
+    """Return the value. Raises ValueError for another type, and for a string with a lone surrogate."""
     place = f"{key}: " if key else ""
     if not isinstance(value, kind):
         raise ValueError(f"{place}expected {TYPES[kind]}, found {_type(value)}")
@@ -470,8 +470,8 @@ def _preference(row: dict[str, Any]) -> tuple[Conversation, Conversation]:
     """The prompt with the chosen answer, and the prompt with the rejected answer.
 
     `chosen` and `rejected` are answers (text, a message, or messages) to a prompt, or complete conversations. The
-    prompt of complete conversations is their common beginning, which must contain the text of the field `prompt`,
-    if any. Answers inside the prompt are not trained on.
+    prompt of complete conversations is their common beginning. If the row also has a prompt whose text is not in
+    the common beginning, ValueError is raised. Answers inside the prompt are not trained on.
     """
     prompt, chosen, rejected = _prompt(row), _answer(row, "chosen"), _answer(row, "rejected")
     size = _shared(chosen, rejected)
@@ -494,7 +494,7 @@ def _preference(row: dict[str, Any]) -> tuple[Conversation, Conversation]:
 
 
 def _shared(chosen: Conversation, rejected: Conversation) -> int:
-    """Number of equal messages at the beginning of both sides of a preference; `trained` may differ."""
+    """Number of equal messages at the beginning of both sides of a preference; `trained` is not compared."""
     equal = (a == replace(b, trained=a.trained) for a, b in zip(chosen, rejected, strict=False))
     return sum(takewhile(bool, equal))
 
@@ -588,7 +588,8 @@ def _content(message: dict[str, Any], key: str) -> str:
 def _is_trained(message: dict[str, Any], role: str) -> bool:
     """False if a key of LOSS_KEYS excludes the message from the loss.
 
-    A `weight` of 1 (OpenAI) has no effect on prompts; axolotl's fields raise ValueError if they select a prompt.
+    A `weight` or `loss` of 1 on a prompt is accepted without effect. Raises ValueError for a prompt whose `train`
+    or `training` is true.
     """
     values = {key: message[key] for key in LOSS_KEYS if message.get(key) is not None}
     for key, value in values.items():
@@ -655,11 +656,11 @@ def split_records(rows: Sequence[Record], share: float = 0.1) -> tuple[list[Reco
 
 
 def record_hashes(rows: Sequence[Record]) -> list[float]:
-    """Hashes of the records' words, in [0, 1), which decide the split.
+    """Hashes of the records' words, which `split_records` uses; they are in [0, 1), except for large groups.
 
     Near-duplicate texts share a hash, as do preferences with equal prompts, and records whose examples have equal
-    words (`seen`). A group with more than the fraction LARGE of the records is selected for validation last, since
-    1 is added to its hash.
+    words (`seen`). If a group of near-duplicates has more than the fraction LARGE of the records, 1 is added to
+    its hash, so that it is selected for validation last.
     """
     hashes = [split_hash(_split_by(row)) for row in rows]
     texts = [i for i, row in enumerate(rows) if row.format == "text"]
@@ -672,19 +673,19 @@ def record_hashes(rows: Sequence[Record]) -> list[float]:
     joined, keys = list[float](), (hashes, [row.seen for row in rows])
     while joined != hashes:
         joined = hashes
-        for each in keys:  # records with equal keys get their least hash, which comes last in the dict
+        for each in keys:  # the dict keeps the last, least hash of each key
             least: dict[Any, float] = dict(sorted(zip(each, hashes, strict=True), key=itemgetter(1), reverse=True))
             hashes = [least[key] if key != b"" else value for key, value in zip(each, hashes, strict=True)]
     return hashes
 
 
 def _split_by(row: Record) -> Conversation:
-    """The turns whose hash decides the split: all turns, or a preference's prompt."""
+    """The turns that `split_hash` reads: all turns, or a preference's prompt."""
     return row.turns[: _shared(row.turns, row.rejected)] if row.rejected else row.turns
 
 
 def count_leaked(train: Sequence[Record], valid: Sequence[Record]) -> int:
-    """Number of validation records that are equal to a training record or near-duplicates of one."""
+    """Number of validation records that share their hash (`record_hashes`) with a training record."""
     hashes = record_hashes([*train, *valid]) if valid else []
     train_hashes = {*hashes[: len(train)]}
     return sum(value in train_hashes for value in hashes[len(train) :])
@@ -715,7 +716,7 @@ def split_hash(turns: Conversation) -> float:
 def tokenize_records(
     rows: Sequence[Record], template: Template, tokenizer: Tokenizer, train_on: str = "answers"
 ) -> Iterator[Example]:
-    """Encode records as ids. Targets are the answers with their stop tokens or, with "all", all ids except BOS.
+    """Encode records as ids. Targets are answers with their stop tokens; for `train_on` "all", all ids except BOS.
 
     Answers that a record excludes from the loss are never trained on. Raises ValueError if the tokenizer lacks
     special tokens, if the template does not support a record, or if a record excludes a prompt from the loss
@@ -730,7 +731,7 @@ def tokenize_records(
 
 def _example(row: Record, template: Template, tokenizer: Tokenizer, train_on: str) -> Example:
     if row.turns[-1].role == "text":
-        # A plain text may be large and needs no rendering; an empty text checks that the template supports it.
+        # Plain text may be large, so only an empty text is rendered, to check the template.
         template.render((Turn("text", ""),), variables=row.variables)
         return _text_example(row, tokenizer)
     segments = template.render(row.turns, variables=row.variables)
@@ -758,7 +759,7 @@ def _text_example(row: Record, tokenizer: Tokenizer) -> Example:
 
 
 def trained_spans(example: Example, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
-    """Spans of an example's text, each with a flag, True if trained on. Special tokens are spelled out."""
+    """Spans of an example's text as (text, True if trained on). Special tokens are spelled out."""
     edges = np.flatnonzero(np.diff(example.loss_mask)) + 1
     runs = np.split(example.ids, edges)
     return [

@@ -1,7 +1,7 @@
 """List the plain files in sources (files and folders), except files that .gitignore excludes.
 
-Links are not followed by default. A link's target inside the sources is found without the link, or is ignored on
-purpose. A target outside the sources may be a device, a password file, or an entire disk.
+Links are not followed by default. A link's target inside the sources is listed anyway, or excluded on purpose. A
+target outside the sources may be a device, a password file, or an entire disk.
 
 By git's rules (https://git-scm.com/docs/gitignore), the last matching line in the deepest .gitignore decides. A
 line that matches a folder does not match the files below it, but excluded folders are never walked.
@@ -24,10 +24,10 @@ from dunes.flags import STDLIB, is_path
 
 NEVER = {".git", ".hg", ".svn", "__pycache__"}
 DEPENDENCIES = {"node_modules", ".venv", "site-packages"}
-"""Folders of third-party code, which are skipped in a source, and reported unless .gitignore excludes them."""
+"""Folders of third-party code. They are skipped, and reported unless .gitignore excludes them."""
 THIRD_PARTY = {"bower_components", "third_party", "third-party", "thirdparty", "3rdparty"}
 VENDOR = {"vendor", "vendors", "vendored", "_vendor"}
-"""Folders of third-party code, if they or their subfolders have a file that `_OF_OTHERS` matches."""
+"""Folders that contain third-party code if `_OF_OTHERS` matches a file in them or in a subfolder."""
 _OF_OTHERS = re.compile(
     r"licen[cs]e.*|copying.*|modules\.txt|vendor\.txt|autoload\.php|package\.json|\.cargo-checksum\.json", re.I
 )
@@ -44,7 +44,7 @@ STDLIB_TESTS = ["test/", "tests/", "idle_test/", "site-packages/"]
 OUTSIDE = "links that lead outside"
 
 Lines = list[tuple[re.Pattern[str], bool, bool]]
-"""For each line of a .gitignore: pattern, True to exclude or False to re-include, True for folders only."""
+"""For each line of a .gitignore: pattern, True to exclude or False to re-include, True if for folders only."""
 
 Rules = list[tuple[Path, Lines]]
 """Folders with the rules of their .gitignore, the deepest folder last."""
@@ -63,7 +63,7 @@ _REGEX = {
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file: `name` is its path within its source, `named` is True if the user named the file itself.
+    """A file. `name` is its path within its source; `named` is True if the user named the file itself.
 
     `package` is the folder of its package in the source `installed`, and empty for other sources.
     """
@@ -75,7 +75,7 @@ class SourceFile:
 
 
 def reason_by_name(file: SourceFile) -> str:
-    """The reason to leave a file out by its path, "third-party" or "generated"; empty if there is none."""
+    """The reason to skip a file, judged by its path: "third-party" or "generated"; empty if there is none."""
     *folders, name = file.name.split("/")
     for depth, folder in enumerate(folders):
         above = file.path.parents[len(folders) - 1 - depth]
@@ -100,8 +100,8 @@ class Walk:
 
     `folders` maps each folder that was read to its modification time (ns). The source `stdlib` is the standard
     library of the running Python, and `installed` the code of installed packages. A link that is itself a source
-    is always followed; other links are followed only with `follow_links`, to targets outside the sources. Raises
-    ValueError for a missing source.
+    is always followed. With `follow_links`, other links are followed if their targets are outside the sources.
+    Raises ValueError for a missing source.
     """
 
     def __init__(self, sources: Sequence[str | Path], follow_links: bool = False) -> None:
@@ -163,7 +163,7 @@ class Walk:
                 yield SourceFile(path, name, False)
 
     def _follow_link(self, path: Path, root: Path, is_folder: bool) -> Iterator[SourceFile]:
-        """Yield the files behind a link if its target is outside the sources, not ignored, and may be followed."""
+        """Yield a link's files, if `follow_links` and the target is outside the sources and not ignored."""
         name = path.relative_to(root).as_posix()
         try:
             target = path.resolve(strict=True)
@@ -215,7 +215,7 @@ def rules_above(path: Path, is_folder: bool) -> Rules | None:
 
 
 def is_ignored(path: Path, is_folder: bool, rules: Rules) -> bool:
-    """True if the rules exclude this path, which must be resolved and must not have excluded parents."""
+    """True if the rules exclude this path; the path is resolved, and none of its parents is excluded."""
     for base, lines in reversed(rules):
         name = path.relative_to(base).as_posix()
         for regex, excludes, folders in reversed(lines):
@@ -264,13 +264,13 @@ def skipped_line(skipped: Mapping[str, Sequence[str]]) -> str:
 
 
 def source_roots(source: str | Path) -> dict[Path, Rules]:
-    """A source's file or folders, with rules for `stdlib` and `installed`. Raises ValueError for a missing
-    source."""
+    """A source's file or folders; for `stdlib` and `installed`, with rules that select their files. Raises
+    ValueError for a missing source."""
     if not is_path(source):
         stdlib = {Path(sysconfig.get_paths()["stdlib"]).resolve(): STDLIB_TESTS}
         roots = stdlib if str(source) == STDLIB else installed_roots(str(source))
         return {root: [(root, parse_lines(lines))] for root, lines in roots.items()}
-    if str(source) == "":  # Path would read it as the current folder
+    if str(source) == "":  # Path("") is the current folder
         raise ValueError("a source is an empty string; pass a file or a folder, . for the current one")
     path = Path(os.path.expanduser(source))
     if not path.exists():

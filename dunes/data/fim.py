@@ -6,9 +6,9 @@ The sentinels are spelled and placed as in Qwen2.5-Coder, https://arxiv.org/abs/
     prefix, suffix, middle:  <|fim_prefix|> P <|fim_suffix|> S <|fim_middle|> M <|endoftext|>
     suffix, prefix, middle:  <|fim_prefix|> <|fim_suffix|> S <|fim_middle|> P M <|endoftext|>
 
-In the second order, prefix and middle are one text and are encoded together, so each character that a user types
-only extends the key-value cache of suffix and prefix. In the first order, the suffix comes after the typed
-character, so the suffix has to be evaluated again.
+In the second order, prefix and middle are encoded together as one text. Each character that a user types then only
+extends the key-value cache of suffix and prefix. In the first order, the suffix follows the typed character, so
+the suffix has to be evaluated again.
 """
 
 # Shapes: N ids of a window.
@@ -31,7 +31,7 @@ LEAST = 16
 SPAN_LINES = 4
 """Maximum number of lines that a middle spans."""
 TRIES = 8
-"""Maximum number of cuts that are tried for a window."""
+"""Maximum number of tries to cut a window's text into prefix, middle and suffix."""
 
 
 class Sentinels(NamedTuple):
@@ -48,7 +48,7 @@ NAMES = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", END, FILE)
 
 
 def missing_sentinels(tokenizer: Tokenizer) -> list[str]:
-    """The sentinels that a tokenizer lacks, or has only as tokens of plain text."""
+    """The sentinels that a tokenizer lacks or treats as plain text."""
     ids = {name: tokenizer.inner.token_to_id(name) for name in NAMES}
     return [name for name, i in ids.items() if i is None or tokenizer.token_bytes[i]]
 
@@ -65,13 +65,13 @@ def sentinels(tokenizer: Tokenizer) -> Sentinels:
 
 @dataclass(frozen=True)
 class FillInMiddle:
-    """Rearranges a window of ids (N,) with probability `rate`, half of the time in each order; returns ids (N,).
+    """Rearranges a window of ids (N,) with probability `rate`, equally often in either order; returns ids (N,).
 
     In a window, only the longest text from one document is rearranged, without its file header; other ids keep
     their places. Cuts are between characters. Half of the middles extend from a random character to the end of its
     line; the other half spans up to SPAN_LINES lines. The end of the suffix is cut off to keep the window's
-    length. A window is unchanged if its text is short, or if none of TRIES cuts fits because the middle ends too
-    late.
+    length. A window is unchanged if its text has fewer than LEAST tokens, or if prefix, middle and sentinels
+    exceed its length for each of TRIES random cuts.
 
     Raises ValueError for a tokenizer without the sentinels.
     """
@@ -131,7 +131,7 @@ class FillInMiddle:
         return None
 
     def _join(self, parts: tuple[str, str, str], prefix_first: bool, size: int) -> list[int] | None:
-        """Encode parts and sentinels as `size` ids, with as much suffix as fits; None if they do not fit."""
+        """Encode parts and sentinels as `size` ids; the suffix is cut to fit. None if that is impossible."""
         encode, marks = self.tokenizer.encode_continuation, self.sentinels
         prefix, middle, suffix = parts
         first, last = (encode(prefix), encode(middle)) if prefix_first else ([], encode(prefix + middle))
@@ -165,7 +165,7 @@ def _line_end(text: str, start: int, lines: int) -> int:
 
 
 def _before_line_end(text: str, index: int) -> int:
-    """The index or, if it is inside a \\r\\n, the index of the \\r."""
+    """The index, moved to the \\r if it is between \\r and \\n."""
     return index - (0 < index < len(text) and text[index - 1 : index + 1] == "\r\n")
 
 

@@ -1,8 +1,8 @@
 """Code that is installed on this machine: packages of Python, Node, Go and Rust, and headers of C.
 
 `installed` is a source of text like `stdlib`; `installed:python,go` limits it to these languages. Headers are read
-only if `c` is listed, since every machine has them. Tests are left out. If there are more than CAP bytes, all
-packages get the same limit, and packages smaller than the limit are read completely.
+only if `c` is listed, since every machine has them. Tests are left out. If there are more than CAP bytes, about
+the same number of bytes is read from each package; smaller packages are read completely.
 """
 
 import json
@@ -25,7 +25,7 @@ TESTS = (
     *("test/", "tests/", "testing/", "testdata/", "__tests__/", "__mocks__/", "fixtures/", "spec/", "externals/"),
     *("test_*", "*_test.*", "*.test.*", "*.spec.*", "conftest.py", "*.d.ts", "*.d.mts", "*.d.cts"),
 )
-"""Lines of a .gitignore for tests, vendored packages, and declarations that a compiler writes."""
+"""Lines of a .gitignore that exclude tests, vendored packages, and declarations that a compiler writes."""
 _PACKAGE = re.compile(r"@[^/]+/[^/]+|(?:[^/@]+/)+[^/@]+@v\d[^/]*|[^/]+")
 """A package's path within its root: @scope/name (Node), host/path@version (Go), or the first component."""
 

@@ -1,4 +1,4 @@
-"""Read MNIST's digits from IDX files, plain or gzipped, or draw digits by code, which needs no files.
+"""Read MNIST's digits from IDX files, plain or gzipped, or draw similar digits without any files.
 
 An IDX file has two zero bytes, the data type, the number of dimensions, the size of each dimension as four
 big-endian bytes, then the data (http://yann.lecun.com/exdb/mnist/).
@@ -75,7 +75,10 @@ def read_digits(folder: str | Path, split: str = "train") -> Digits:
 
 
 def read_idx(path: Path) -> Tensor:
-    """The unsigned bytes of an IDX file, gzipped if its name ends in .gz. Raises ValueError for any other file."""
+    """The unsigned bytes in an IDX file, which is decompressed if its name ends in .gz.
+
+    Raises ValueError for any other file.
+    """
     try:
         with open_plain(path) as file:
             stream = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
@@ -91,7 +94,7 @@ def read_idx(path: Path) -> Tensor:
 
 
 def _shape(path: Path, header: bytes) -> list[int]:
-    """The shape in an IDX header. Raises ValueError for any other header."""
+    """The shape in an IDX header. Raises ValueError for an invalid header."""
     dimensions = header[3] if header.startswith(UINT8) and len(header) > 3 else 0
     if not dimensions or len(header) < 4 + 4 * dimensions:
         raise ValueError(f"{path}: begins with {header[:4].hex() or 'nothing'}; expected 000008 and a shape (IDX)")
@@ -100,7 +103,7 @@ def _shape(path: Path, header: bytes) -> list[int]:
 
 
 def _find(folder: Path, pattern: str) -> Path:
-    """The one file that matches the pattern; a plain file is preferred. Raises ValueError for none or several."""
+    """The one plain file that matches, else the one gzipped file. Raises ValueError for none or several."""
     matches = sorted(folder.glob(pattern)) or sorted(folder.glob(f"{pattern}.gz"))
     if len(matches) != 1:
         names = ", ".join(path.name for path in matches[:3])
@@ -123,7 +126,7 @@ def fetch_digits(folder: str | Path) -> None:
 
 
 def _download(name: str, digest: str) -> bytes:
-    """The file from the first of URLS that has it. Raises ValueError with a reason for each URL if none has it."""
+    """Download a file from the first of URLS that works. If none works, raises ValueError with the reasons."""
     from urllib.request import urlopen  # not needed to read files
 
     reasons = []

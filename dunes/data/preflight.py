@@ -20,16 +20,17 @@ FEW = 0.05
 
 @dataclass(frozen=True)
 class DataReport:
-    """Counts of training examples. `validation` is the number of validation examples; `val_trained` counts their
-    targets within the context, and `val_without_target` counts validation examples without a target.
+    """Counts of training examples. `validation` is the number of validation examples. `val_trained` counts their
+    targets within the context length.
 
     `windows` counts windows of plain text; other examples are conversations. `tokens` counts an id shared by two
-    windows once. `trained` counts targets within the context, `lost` targets beyond it. `lengths` are QUANTILES of
-    the examples' lengths in ids before truncation. `leaked` counts validation examples that are also training
-    examples, or preferences whose prompt is in the training data. `with_stop` counts conversations with a stop
-    token as target, and `without_target` counts examples without targets. `double_bos` counts training and
-    validation examples that start with two BOS tokens. `max_id` is the largest id of all examples. A preference is
-    one example (`noun` is "pair") with the tokens and targets of both sides, and the length of the longer side.
+    windows once. `trained` counts targets within the context length, and `lost` counts targets beyond it.
+    `lengths` are QUANTILES of the examples' lengths in ids before truncation. `leaked` counts validation examples
+    that are also training examples, or preferences whose prompt is in the training data. `with_stop` counts
+    conversations with a stop token as target. `without_target` and, for validation, `val_without_target` count
+    examples for which `Example.targets` is 0. `double_bos` counts training and validation examples that start with
+    two BOS tokens. `max_id` is the largest id of all examples. A preference is one example (`noun` is "pair") with
+    the tokens and targets of both sides, and the length of the longer side.
     """
 
     examples: int

@@ -1,4 +1,4 @@
-"""Read the rows of a file: JSON lines or a JSON list, both perhaps gzipped, or a table in a format of `TABLES`."""
+"""Read the rows of a file: JSON lines or a JSON list (plain or gzipped), or a table in a format of `TABLES`."""
 
 import gzip
 import io
@@ -27,7 +27,7 @@ EXPECTED = "expected one JSON object per line, or one list"
 
 LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 JSON = (".json", ".json.gz")
-"""Suffixes of files that may contain records; files with a suffix in LINES or TABLES always do."""
+"""Suffixes of files that may contain records. Parquet files and files with a suffix in LINES always do."""
 
 TABLES: dict[str, tuple[bytes, str, str, dict[str, Any]]] = {
     ".parquet": (b"PAR1", "parquet", "scan_parquet", {"hive_partitioning": False}),
@@ -53,10 +53,11 @@ def file_format(path: Path) -> str:
 def rows(
     path: Path, fields: Collection[str] = (), names: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """Yield each row with its place (file and line or row). With `fields`, only these columns of tables are read.
+    """Yield each row with its place (file and line or row).
 
-    `names` maps new names to the file's field names; an unmapped field that has one of the new names is renamed.
-    Raises ValueError that names the file, the line or row, the expected value and the actual one.
+    `names` maps new names to the file's field names; a field that already has a new name gets a suffix. Without
+    `names`, only the columns in `fields`, if any are given, are read from tables. Raises ValueError that names the
+    file, the line or row, the expected value and the actual value.
     """
     if not names:
         yield from _rows(path, fields)
@@ -90,16 +91,14 @@ def _rows(path: Path, fields: Collection[str] = ()) -> Iterator[tuple[str, Any]]
             return
         with _open(path) as file:
             yield from _list_rows(path, file) if _first_byte(file) == b"[" else _line_rows(path, file)
-    except EOFError as error:
-        raise ValueError(f"{path}: cannot be read: {error}; copy or download it again") from None
-    except (OSError, zlib.error) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from None
 
 
 def first_row(path: Path) -> Any:
     """The first row of a file; no other row is read. Duplicate keys, which `rows` refuses, are allowed.
 
-    Raises ValueError if the file starts with no row.
+    Raises ValueError if the file does not start with a row.
     """
     try:
         if suffix := _table_suffix(path):
@@ -136,7 +135,7 @@ def _table_suffix(path: Path) -> str | None:
 
 
 def _first_byte(file: BinaryIO) -> bytes:
-    """The first byte after blanks and a byte order mark; rewinds the file."""
+    """The first byte after a byte order mark and white space; rewinds the file."""
     start = file.read(1 << 16).removeprefix(BOM_UTF8).lstrip()[:1]
     file.seek(0)
     return start
@@ -188,7 +187,7 @@ def _table_rows(path: Path, suffix: str, fields: Collection[str] = ()) -> Iterat
             if part.height < TABLE_ROWS:
                 return
     except BaseException as error:
-        # A panic in the library is not an Exception.
+        # A panic in polars is a BaseException, but not an Exception.
         if isinstance(error, polars.exceptions.PolarsError) or type(error).__name__ == "PanicException":
             message = " ".join(str(error).split())[:200]
             raise ValueError(f"{path}: cannot be read as {name}: {message}") from None

@@ -5,7 +5,7 @@ A shard is a folder with `tokens.bin` (little-endian ids; each text has its star
 contents, the tokenizer and the settings, so a changed corpus or tokenizer gets a new shard.
 
 A shard is written in batches. `batches.bin` has each batch's sizes and digest, so that a new writer can continue
-the work of a killed one.
+the work of a killed writer.
 """
 
 import json
@@ -40,9 +40,9 @@ BATCHES = "batches.bin"
 ENTRY = Struct("<II32s")
 """Size in bytes of a batch's ids, size in bytes of its starts, and the SHA-256 of both."""
 AHEAD = 4
-"""Number of batches that are tokenized before the first of them is written."""
+"""Maximum number of batches that are tokenized ahead of the batch that is written."""
 Batch = tuple[int, list[str | list[int] | None]]
-"""Size of the texts in bytes, and a list of strings to encode, ids around each text, and None before each text."""
+"""Size of the texts in bytes, and a list: strings to encode, ids to insert, and None where a text starts."""
 Encoded = tuple[int, NDArray[np.uint32], NDArray[np.int64]]
 """Size of the texts in bytes, their ids, and the index of each text's first id."""
 
@@ -94,7 +94,7 @@ class TokenFile:
         return self.length
 
     def __getitem__(self, index: NDArray[np.int64]) -> NDArray[Any]:
-        """The ids (N, T) at an index (N, T). Each row is one read, from its smallest to its largest index."""
+        """The ids (N, T) at an index (N, T). Each row is read at once, from its smallest to its largest index."""
         if self._stat() != self._initial_stat:
             raise ValueError(f"{self.path}: the tokens changed while they were in use; start again")
         return np.stack([self._span(int(i.min()), int(i.max()) + 1)[i - i.min()] for i in index])
@@ -223,7 +223,7 @@ def _resume(tokens: BinaryIO, starts: BinaryIO, entries: BinaryIO, digest: Any) 
 
 
 def _tokenized(batches: Iterator[Batch], tokenizer: Tokenizer) -> Iterator[Encoded]:
-    """Encode batches, with two threads that work ahead, since a single core converts ids to Python integers."""
+    """Encode batches ahead in two threads, since converting ids to Python integers occupies only one core."""
     waiting = deque[Future[Encoded]]()
     with ThreadPoolExecutor(2, "tokenizer") as pool:
         for batch in batches:
@@ -263,7 +263,7 @@ def _batches(documents: Sequence[Document], tokenizer: Tokenizer, headers: bool)
 
 
 def _read(folder: Path, card: dict[str, str | int]) -> Shard | None:
-    """The shard in this folder; None unless the shard is intact and matches the card."""
+    """The shard in this folder; None unless the shard is intact and matches `card`."""
     try:
         shard = open_shard(folder)
     except ValueError:
@@ -272,7 +272,7 @@ def _read(folder: Path, card: dict[str, str | int]) -> Shard | None:
 
 
 def open_shard(folder: Path) -> Shard:
-    """The shard in a folder. Raises ValueError for a wrong card, size or digest."""
+    """The shard in a folder. Raises ValueError if shard.json, the size or the digest is wrong."""
     hasher = sha256()
     try:
         card = json.loads((folder / "shard.json").read_text())

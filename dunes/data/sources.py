@@ -1,8 +1,8 @@
 """Collect a corpus: the text in files and folders.
 
 Links, binaries, generated files, third-party code, tables of numbers, duplicates, and files that .gitignore
-excludes are skipped, and counted by reason. Among files of similar kind and size, validation files are selected by
-a hash of their path, so that the split is the same on every machine. Near-duplicates are on the same side of the
+excludes are skipped, and counted by reason. Validation files are selected by a hash of their path among files of
+similar kind and size, so that the split is the same on every machine. Near-duplicates are on the same side of the
 split. Validation records are selected by a hash of their text.
 """
 
@@ -29,19 +29,20 @@ from dunes.data.installed import describe_package
 from dunes.units import format_bytes, plural
 
 SPLIT_VERSION = 3
-"""Version of a corpus split, recorded in cards; increase it if the same sources would be split differently."""
+"""Version of the corpus split in model cards; increase it if the same sources would be split differently."""
 SHARE = 0.1
-"""Fraction of the text for validation."""
+"""Default fraction of the text for validation."""
 LEAST = 80_000
 """Minimum bytes of text for validation (some 20,000 tokens)."""
 MOST = 0.2
 """Maximum fraction of the text for validation."""
 TESTED = 0.05
-"""Fraction of the text for the test split."""
+"""Default fraction of the text for the test split."""
 COMMON = 20
-"""Suffixes with at least this many files are split separately; rarer suffixes are split together."""
+"""Files with the same suffix are split separately if there are at least this many; all others are split
+together."""
 SHOWN = 5
-"""Maximum number of unreadable files of records whose names are shown; the others are counted."""
+"""Maximum number of unreadable files of records whose names are shown; further files are only counted."""
 
 
 NEAR_DUPLICATES = "near-duplicates:"
@@ -52,10 +53,10 @@ NEAR_DUPLICATES = "near-duplicates:"
 class Corpus:
     """A corpus: documents for training, validation and test, and the names of skipped files for each reason.
 
-    `notes` are lines on records and near-duplicates. With `split` "files", entire files and records are for
-    validation; with "tails", the last part of each document. `duplicates` maps the digest of each near-duplicate
-    to the digest of the first file in its group. `packages` are the installed packages whose code was collected,
-    with versions and licences. `share` is the fraction of the text for validation.
+    `notes` are lines on records, near-duplicates and files left out. With `split` "files", entire files and
+    records are for validation; with "tails", the last part of each document is. `duplicates` maps the digest of
+    each near-duplicate to the digest of the first file in its group. `packages` are the installed packages whose
+    code was collected, with versions and licences. `share` is the fraction of the text for validation.
     """
 
     train: list[Document] = field(default_factory=list)
@@ -102,9 +103,9 @@ def collect_corpus(
     The source `stdlib` is the standard library of the running Python, and `installed` is the code of installed
     packages (`dunes.data.installed`) without near-duplicates. About `share` of the text (default
     `validation_share`) is for validation. A text file is entirely for training or for validation; files of records
-    are divided record by record. Of several files or records, at least one is for validation, and at least one for
-    training. Near-duplicates are on the same side. Links to files outside the sources are followed only with
-    `follow_links`. If `text_field` is given, only these fields of records are read; `names` are as for
+    are divided record by record. If there are several files or records, at least one is for validation and at
+    least one for training. Near-duplicates are on the same side. Links to files outside the sources are followed
+    only with `follow_links`. If `text_field` is given, only these fields of records are read; `names` are as for
     `read_records`. Raises ValueError if a source is missing, if a file of records that the user named cannot be
     read, or if there is no text.
     """
@@ -144,15 +145,16 @@ def collect_corpus(
 
 
 def validation_share(size: float) -> float:
-    """Validation fraction for `size` bytes of text: SHARE, or more if LEAST bytes need it, but at most MOST."""
+    """Validation fraction for `size` bytes of text: SHARE, raised to reach LEAST bytes, but at most MOST."""
     return min(MOST, max(SHARE, LEAST / max(1.0, size)))
 
 
 def hold_out_test(corpus: Corpus, share: float = TESTED) -> Corpus:
     """The corpus with about `share` of its text in the test split, taken from the training split.
 
-    Of three or more files, at least one is in the test split, but training data always remains. Near-duplicates
-    are in the same split. Records stay in their split. The documents of each split are sorted by path.
+    If there are three or more files, at least one is in the test split, unless no training data would remain.
+    Near-duplicates are in the same split. Records stay in their split. The documents of each split are sorted by
+    path.
     """
     groups, validated = _groups(corpus, corpus.documents), {d.digest for d in corpus.valid}
     groups = [group for group in groups if group.files[0].digest not in validated]
@@ -207,9 +209,10 @@ class _Group:
 
 
 def _find_duplicates(corpus: Corpus, documents: dict[str, Document], installed: Collection[str]) -> None:
-    """Set `corpus.duplicates`, and add a note. The first file of a group is the file with the shortest path.
+    """Set `corpus.duplicates`, and add a note to `corpus.notes`. The first file of a group is the file with the
+    shortest path.
 
-    Near-duplicates of installed code (digests in `installed`) are instead removed from `documents`.
+    A near-duplicate that is installed code (its digest is in `installed`) is instead removed from `documents`.
     """
     files = sorted(_files([*documents.values()]), key=lambda d: (len(d.name), d.name))
     firsts = group_duplicates(d.text() for d in files) if len(files) > 1 else [0] * len(files)
@@ -245,8 +248,8 @@ def _order_for_selection(groups: Sequence[_Group], share: float) -> tuple[list[_
     """The groups in the order in which they are selected for validation, and the number of selected groups.
 
     Groups are selected by their hashes until they have about `share` of the text of each suffix and size. If a
-    group is too large to be selected, smaller groups replace it. Groups larger than a quarter of the share come
-    last.
+    group is too large to be selected, smaller groups replace it. Groups come last if they exceed a quarter of the
+    fraction `share` (at least SHARE) of the text, or have 1 added to their hash.
     """
     size, suffixes = sum(g.size for g in groups), Counter(g.suffix for g in groups)
     large = {id(g) for g in groups if g.split_hash >= 1 or g.size > max(share, SHARE) * size / 4}
@@ -271,7 +274,7 @@ def _group_order(group: _Group) -> tuple[float, str]:
 def _divide(corpus: Corpus, documents: Sequence[Document], share: float) -> None:
     """Set `corpus.train` and `corpus.valid`.
 
-    If there are several files and no validation records, at least one file is for validation.
+    If there are several groups and no validation records, at least one group is for validation.
     """
     records = [d for d in documents if isinstance(d, RecordDocument)]
     groups = _groups(corpus, documents)

@@ -1,9 +1,8 @@
 """Compare a model before and after a change: loss, size, memory and speed.
 
 Each folder is measured in its own process, so that the measured memory is the memory of one model. A further
-process measures the speeds of both models in alternation, since a machine's speed varies by more than the effect
-of most changes to a model. Speed is measured in processor time on one thread, since waiting threads use processor
-time, too.
+process measures the speeds of both models in alternation, so that changes of the machine's speed affect both
+models. Speed is measured in processor time on one thread, since waiting threads use processor time, too.
 """
 
 import json
@@ -39,19 +38,19 @@ COMPARED = 8_192
 READ = 128
 """Maximum number of prompt tokens when speed is measured."""
 WRITTEN = 16
-"""Maximum number of tokens, after the first generated token, whose decoding is timed."""
+"""Maximum number of tokens whose decoding is timed; the first generated token is not timed."""
 ROUNDS = (6, 40)
-"""Minimum and maximum number of rounds."""
+"""Minimum and maximum number of rounds in which speed is measured."""
 SECONDS = 5.0
-"""Processor time in seconds after which no further round begins, once the minimum is reached."""
+"""Processor time in seconds after which no round begins, except to reach the minimum number of rounds."""
 PHASES = {"prefill": "reading a prompt", "decode": "decoding"}
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """A folder's `size` and `memory` in bytes, and `loss` in nats/token.
+    """The `size` of a folder's weight files and the peak `memory` in bytes, and the `loss` in nats/token.
 
-    `memory` is the peak of loading, prefill and decoding. `form` is the name of the implementation that decoded.
+    `memory` covers loading, prefill and decoding. `form` says what decoded: "the modules" or "compiled code".
     """
 
     size: int
@@ -63,7 +62,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Speed:
-    """Median tokens/s on one thread; median of paired ratios (after / before) with a 95 % interval.
+    """Median tokens/s on one thread, and median of the paired ratios (after / before) with a 95 % interval.
 
     The interval from `low` to `high` follows from the sign test, which assumes no distribution.
     """
@@ -111,7 +110,7 @@ class Comparison:
         return [f"slower: {' and '.join(slower)} as long as before"] if slower else []
 
     def lines(self) -> list[str]:
-        """A table as lines of text."""
+        """The comparison as a table, in lines of text."""
         a, b = self.before, self.after
         rows = [f"{'':18}{'before':>12}{'after':>12}"]
         if a.loss is None or b.loss is None:
@@ -145,7 +144,7 @@ def compare_folders(before: Path, after: Path, ids: TokenIds | None) -> Comparis
             free = measure.free_memory(torch.device("cpu"))
             fits = not free or first["memory"] + second["memory"] <= free
             rounds = _run_measurement([before, after], Path(scratch)) if fits else {}
-    except (ValueError, OSError) as error:  # the changed model must still be reported
+    except (ValueError, OSError) as error:  # the caller still reports on the changed model
         return f"not measured: {error}"
     top = [np.array(facts.pop("top")) for facts in (first, second)]
     agreement = float((top[0] == top[1]).mean()) if len(top[0]) else None
@@ -169,7 +168,8 @@ def _run_measurement(folders: Sequence[Path], scratch: Path) -> dict[str, Any]:
 
 
 def measure_folder(folder: Path, file: Path) -> Mapping[str, Any]:
-    """The fields of a Measurement, and `top`: the most probable next id after each id in `file`, if any."""
+    """The fields of a Measurement, and `top`: the most probable next id after each id in `file` (empty without
+    file)."""
     cpu = torch.device("cpu")
     share_cores()
     measure.keep_freed_memory()
@@ -206,8 +206,8 @@ def _id_array(ids: TokenIds) -> Any:
 
 
 def measure_speeds(folders: Sequence[Path], file: Path) -> dict[str, list[tuple[float, ...]]]:
-    """Tokens per second of processor time on one thread. Each phase has a list with one tuple per round, which
-    contains one value per folder.
+    """Tokens per second of processor time on one thread. Each phase has a list with one tuple per round; a tuple
+    has one value per folder.
 
     The folders alternate in the order A B, B A. `file` is as in `measure_folder`.
     """
@@ -218,7 +218,7 @@ def measure_speeds(folders: Sequence[Path], file: Path) -> dict[str, list[tuple[
     while len(rounds) <= ROUNDS[0] or (len(rounds) <= ROUNDS[1] and process_time() - start < SECONDS):
         order = -1 if len(rounds) % 2 else 1
         rounds.append([_speeds(*model, ids) for model in models[::order]][::order])
-    # The first round loads kernels.
+    # The first round also loads kernels, so it is left out.
     return {phase: [tuple(lap[i] for lap in laps) for laps in rounds[1:]] for i, phase in enumerate(PHASES)}
 
 

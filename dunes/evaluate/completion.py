@@ -1,4 +1,4 @@
-"""Evaluate line completion: a table that compares a model with copying alone.
+"""Evaluate line completion: a table that compares a model with a baseline that only copies.
 
 Only files outside the model's training text are scored, without the lines that resemble a training line.
 """
@@ -37,7 +37,7 @@ from dunes.text.lines import split_lines
 from dunes.units import plural
 
 SIMILAR = 0.8
-"""Two lines are near-duplicates if the Jaccard similarity of their token sets is above this."""
+"""Jaccard similarity of token sets above which two lines are near-duplicates."""
 FEWEST = 3
 """Minimum number of tokens of a near-duplicate; shorter lines such as `return None` are always scored."""
 _TOKEN = re.compile(r"\w+|[^\w\s]")
@@ -45,7 +45,7 @@ _TOKEN = re.compile(r"\w+|[^\w\s]")
 COPY = "copy nearest"
 """Name of the baseline."""
 COPYING = 0.03
-"""Estimated fraction of an evaluation's time that the preparation takes; the baseline takes as much."""
+"""Estimated fraction of the evaluation's time that the preparation takes; scoring the baseline takes as long."""
 
 COLUMNS = (
     "completer", "exact match %", f"minus {COPY}", "first word %", "brackets open %", "closed by the editor %",
@@ -65,8 +65,9 @@ class ScoredFile:
 
 @dataclass(frozen=True)
 class ScoredFiles:
-    """The files to score, and the numbers of omitted training files, omitted near-duplicate lines, and omitted
-    files without other lines. `line_count` counts the nonblank lines of files outside the training text."""
+    """The files to score. `trained_files` counts omitted training files, `near_duplicates` counts omitted lines,
+    and `files_without_lines` counts files omitted because no other line is left. `line_count` counts the nonblank
+    lines of files outside the training text."""
 
     files: Sequence[ScoredFile]
     trained_files: int
@@ -151,7 +152,7 @@ def scored_files(
 
 @dataclass(frozen=True)
 class CompletionOptions:
-    """At most `cuts` cursors and `lines` typed lines per file; `all_lines` includes lines seen in training."""
+    """Maximum cursors and typed lines per file; `all_lines` also scores near-duplicates of training lines."""
 
     cuts: int = 60
     lines: int = 12
@@ -162,7 +163,7 @@ class CompletionOptions:
 @dataclass(frozen=True)
 class Point:
     """The suggested text at a cursor of file number `file`. `exact` is 1.0 if the text is right except for
-    trailing white space, `word` is 1.0 if its first word is right; otherwise they are 0.0."""
+    trailing white space, otherwise 0.0. `word` is 1.0 if the first word is right, otherwise 0.0."""
 
     file: int
     cut: CutPoint
@@ -184,9 +185,9 @@ def is_inside(point: Point) -> bool:
 
 @dataclass
 class CompleterScore:
-    """The score of a completer. `points` contains the suggestion at each cursor. `typed` maps a threshold to the
-    totals of each file in simulated typing: with 0.0, all suggestions are shown, and with `threshold` (if not
-    NaN), only those that reach it. `cold` and `warm` are latencies in seconds; `bits_per_character` is NaN if the
+    """The score of a completer. `points` contains the suggestion at each cursor. `typed` maps each simulated
+    threshold (0.0 and, if above 0, `threshold`) to the totals of each file. Suggestions whose first word has a
+    lower probability are not shown. `cold` and `warm` are latencies in seconds; `bits_per_character` is NaN if the
     completer has no probabilities."""
 
     name: str
@@ -257,10 +258,10 @@ def evaluate_completion(
     display: Display | None = None,
     **corpus_options: Any,
 ) -> list[CompleterScore]:
-    """Score line completion by a model and by copying alone, and print a table.
+    """Score line completion by a model and by a baseline that only copies, and print a table.
 
-    Without sources, the test files of the model's training are scored. At most `files` files are read. Files and
-    lines that the model has seen are left out. `corpus_options` are arguments of `collect_corpus`. Raises
+    Without sources, the test split recorded in the model's card is scored. At most `files` files are read. Files
+    and lines that the model has seen are left out. `corpus_options` are arguments of `collect_corpus`. Raises
     ValueError for an invalid folder or setting, and if there is nothing to score.
     """
     options = options or CompletionOptions()
@@ -299,7 +300,7 @@ def evaluate_completion(
 
 
 def row(score: CompleterScore, copy: CompleterScore) -> list[str]:
-    """The table row of a completer, with its difference from copying alone.
+    """The table row of a completer, with its difference from the baseline.
 
     Cursors inside brackets that the line closes later are scored twice: without and with the closing brackets
     behind the cursor.

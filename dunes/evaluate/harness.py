@@ -49,8 +49,8 @@ Question = tuple[Any, list[int], list[int]]
 class Harness(TemplateLM):
     """The harness's interface to a model folder.
 
-    `truncated` counts inputs longer than the context, which are truncated on the left. Raises ValueError for a
-    folder without a model.
+    `truncated` counts inputs longer than the context length; they are truncated on the left. Raises ValueError for
+    a folder without a model.
     """
 
     def __init__(self, folder: Path, any_base: bool = False) -> None:
@@ -60,7 +60,7 @@ class Harness(TemplateLM):
         self.model, self.max_length, self.truncated = loaded.model, loaded.context_length, 0
         self.generator = TextGenerator(loaded)
         tokenizer = self.generator.tokenizer
-        # Parses special tokens in a task's text, as the `hf` backend does; `loaded.tokenizer` does not.
+        # This copy parses special tokens in a task's text, as the `hf` backend does; `loaded.tokenizer` does not.
         self.inner = hf_tokenizers.parse(tokenizer.json())
         self.inner.no_truncation()
         self.inner.no_padding()
@@ -92,15 +92,15 @@ class Harness(TemplateLM):
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """The log-likelihood of each continuation given its context, and True if greedy decoding generates it.
 
-        Raises ValueError for a continuation that is longer than the model's context length, or that shares its
-        only token with the context.
+        Raises ValueError for a continuation that is longer than the model's context length, or that has no token
+        of its own because one token spans context and continuation.
         """
         # The superclass moves spaces from the context's end to the continuation, and splits the ids.
         answers: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
         return answers
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[float]:
-        """The log-likelihood of each text, scored in windows of the model's context without overlap."""
+        """The log-likelihood of each text, scored in windows of the context length without overlap."""
         questions: list[Question] = []
         stops = []
         for request in requests:
@@ -112,7 +112,8 @@ class Harness(TemplateLM):
         return [sum(logprobs[start:stop], 0.0) for start, stop in pairwise([0, *stops])]
 
     def _loglikelihood_tokens(self, requests: Sequence[Question], **kwargs: Any) -> list[tuple[float, bool]]:
-        """The answers in the order of the questions. Questions that differ only in their last id share a row."""
+        """Each question's log-likelihood, and True if its continuation is greedy. Questions that differ only in
+        their last id share a row."""
         rows: dict[tuple[int, ...], list[int]] = {}
         for i, question in enumerate(requests):
             rows.setdefault(self._read(*question), []).append(i)
@@ -141,8 +142,8 @@ class Harness(TemplateLM):
 
     @torch.no_grad()
     def _states(self, batch: Sequence[tuple[int, ...]]) -> Tensor:
-        """The hidden states (B, T, dim) before the head. Rows are padded on the right, which causal attention
-        ignores."""
+        """The hidden states (B, T, dim) before the head. Rows are padded on the right; causal attention ignores
+        this padding."""
         width = max(map(len, batch))
         ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in batch], device=self._device)
         return self.model.hidden(ids)
@@ -205,7 +206,8 @@ class GenerationSettings:
 
 
 def parse_settings(settings: Mapping[str, Any], place: str, context_length: int, end: str) -> GenerationSettings:
-    """Parse a task's `generation_kwargs`; texts also stop at `end`. Raises ValueError for unsupported settings."""
+    """Parse a task's `generation_kwargs`; generation also stops at the string `end`. Raises ValueError for
+    unsupported settings."""
     unknown = [k for k, v in settings.items() if k not in OPTIONS and (k, v) not in WITHOUT_EFFECT.items()]
     if unknown:
         raise ValueError(f"{place}: generation_kwargs has {unknown[0]}; supported are {', '.join(OPTIONS)}")

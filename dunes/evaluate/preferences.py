@@ -1,4 +1,4 @@
-"""Score pairs of answers by an objective's loss, and compute the reference's log-probabilities."""
+"""Score pairs of answers by an objective's loss, and compute the log-probabilities of the reference model."""
 
 # Shapes: B pairs, T tokens.
 
@@ -81,7 +81,7 @@ class PreferenceScore(Score):
 def score_pairs(
     model: nn.Module, batches: Iterable[tuple[Tensor, ...]], loss: Loss, dtype: torch.dtype
 ) -> PreferenceScore:
-    """Score batches of `Batches` by a loss like `dpo_loss`, with its metrics."""
+    """Score the preference pairs in batches of `Batches` by a loss such as `dpo_loss`, and by its metrics."""
     sums, targets = np.zeros((4, 2)), 0
     with evaluation(model, dtype) as device:
         for batch in (own_rows(batch, 2) for batch in batches):

@@ -24,7 +24,7 @@ def run_tasks(
     """The harness's results for the named tasks, groups or tags, with every sample; they are also written to
     `out`.
 
-    `task_folder` contains YAML files of additional tasks; `limit` is the maximum number of documents per task;
+    `task_folder` contains YAML files of additional tasks. `limit` is the maximum number of documents per task.
     `any_base` is as in `checkpoint.load`. Raises ValueError for an unknown task, and for an invalid model folder
     or setting.
     """
@@ -54,7 +54,7 @@ def run_tasks(
 
 
 def _check_names(tasks: Sequence[str], names: Sequence[str]) -> None:
-    """Raise ValueError for the first task that is not among the names."""
+    """Raise ValueError for the first task that is not in `names`."""
     for task in tasks:
         if task not in names:
             raise ValueError(f"--tasks: unknown task {task!r}; `lm-eval ls tasks` lists all tasks")

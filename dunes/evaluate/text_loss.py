@@ -32,7 +32,7 @@ from dunes.units import plural
 
 BATCH = 16
 LONGEST_HEADER = 512
-"""Number of tokens before a window that are searched for the start of a file header."""
+"""Number of tokens before a window in which the start of a file header is searched."""
 FindHeaders = Callable[[NDArray[np.int64]], NDArray[np.bool_]]
 
 SEQUENCES = 64
@@ -63,31 +63,31 @@ class Score:
 
     @property
     def bits_per_byte(self) -> float:
-        """The loss in bits per byte of text, which is comparable across tokenizers."""
+        """The loss in bits per byte of text, comparable across tokenizers."""
         return self.loss_sum / math.log(2) / max(1, self.size)
 
     @property
     def criterion(self) -> float:
-        """The figure that selects the best weights; lower is better."""
+        """The value by which the best weights are selected; lower is better."""
         return self.bits_per_byte
 
     @property
     def facts(self) -> dict[str, float]:
-        """The figures for the card."""
+        """The values for the model card."""
         return {name: getattr(self, name) for name in ("loss", "perplexity", "bits_per_byte", "tokens")}
 
     @property
     def record(self) -> dict[str, float]:
-        """The figures for metrics.jsonl."""
+        """The values for metrics.jsonl."""
         return {"validation_loss": self.loss, "bits_per_byte": self.bits_per_byte}
 
     @property
     def text(self) -> str:
-        """The figures for the final report."""
+        """The values for the final report."""
         return f"{self.loss:.3f} nats/token, perplexity {self.perplexity:.1f}, {self.bits_per_byte:.3f} bits/byte"
 
     def compare(self, before: "Score") -> list[str]:
-        """Lines of the report on a finetuned model; `before` is the base model's score on (chosen) answers."""
+        """Lines of the report on a finetuned model; `before` is the base model's score on the answers."""
         lines = [f"validation loss of answers: {before.loss:.3f} nats/token before, {self.loss:.3f} after"]
         advice = "try a lower --lr, or check the examples"
         return lines + [f"warning: no better than the base model; {advice}"] * (not self.loss < before.loss)
@@ -98,8 +98,8 @@ def evaluate(
 ) -> Score:
     """Score the tokens in windows of the context length.
 
-    Each token is predicted from the previous tokens of its window or, in `PackedText`, from those of the same
-    document. In a stream of files, headers are input to the model, but count neither in the loss nor in the size.
+    Each token is predicted from the previous tokens of its window; in `PackedText`, tokens of other documents are
+    not used. In a stream of files, headers are input to the model, but count neither in the loss nor in the size.
 
     With `limit`, only about `limit` tokens are scored, in windows spread evenly over the text. Raises ValueError
     for fewer than two tokens.
@@ -116,7 +116,7 @@ def evaluate(
 
 
 def score_batches(loaded: LoadedModel, batches: Iterable[tuple[Tensor, ...]], dtype: torch.dtype) -> Score:
-    """Score batches of ids, targets and perhaps positions (B, T), by `next_token_loss`."""
+    """Score batches of ids, targets and optional positions (B, T) by `next_token_loss`."""
     loss_sum, count, size, model = 0.0, 0, 0, loaded.model
     width = np.array([len(piece) for piece in loaded.require_tokenizer().token_bytes], np.int64)
     with evaluation(model, dtype) as device:
@@ -131,14 +131,14 @@ def score_batches(loaded: LoadedModel, batches: Iterable[tuple[Tensor, ...]], dt
 
 @contextmanager
 def evaluation(model: nn.Module, dtype: torch.dtype) -> Iterator[torch.device]:
-    """Inside the `with` block, the model is in eval mode with this matrix product dtype; yields its device."""
+    """Inside the `with` block, the model is in eval mode, under autocast to `dtype`; yields its device."""
     device = next(model.parameters()).device
     with torch.no_grad(), tree.mode(model, False), torch.autocast(device.type, dtype, dtype != torch.float32):
         yield device
 
 
 def own_rows(batch: tuple[torch.Tensor, ...], group: int = 1) -> tuple[torch.Tensor, ...]:
-    """The rows of this rank, in whole groups; if the rank has no rows, one group without targets."""
+    """The rows of this rank, in whole groups of `group` rows; if none are left, a group of IGNORE targets."""
     share = -(-len(batch[0]) // (group * ranks.count())) * group
     own = tuple(part[share * ranks.rank() :][:share] for part in batch)
     if len(own[0]):
@@ -150,7 +150,7 @@ def own_rows(batch: tuple[torch.Tensor, ...], group: int = 1) -> tuple[torch.Ten
 def _rectangle(tokens: TokenIds, starts: NDArray[Any], context: int, headers: FindHeaders) -> tuple[Tensor, ...]:
     """Ids, targets and, if packed, positions (B, T) of windows.
 
-    Targets after the end of the text and targets in file headers are ignored.
+    Targets after the end of the text and targets in file headers are IGNORE.
     """
     index = starts[:, None] + np.arange(min(context, len(tokens) - 1) + 1)
     window = torch.from_numpy(tokens[np.minimum(index, len(tokens) - 1)].astype(np.int64))
@@ -198,9 +198,10 @@ def evaluation_tokens(loaded: LoadedModel, sources: Sequence[str] = (), **option
 def calibration_ids(loaded: LoadedModel, sources: Sequence[str] = (), tokens: int | None = None) -> Tensor:
     """Calibration ids (sequences, tokens); the sequences are spread evenly over the documents.
 
-    The result has SEQUENCES sequences (or about `tokens` ids in total if given), or fewer if the text is short.
-    Tails of documents are left out if they may be scored. Without sources, the text is the training split recorded
-    in the card. Raises ValueError if this text is not recorded, is gone, or is shorter than one sequence.
+    The result has SEQUENCES sequences or, if `tokens` is given, about `tokens` ids. A short text gives fewer
+    sequences. Tails of documents are left out if they may be scored. Without sources, the text is the training
+    split recorded in the model's card. Raises ValueError if this text is not recorded, is gone, or is shorter than
+    one sequence.
     """
     trained = trained_text(loaded.card)
     width = min(CALIBRATION_TOKENS, loaded.context_length)

@@ -18,7 +18,7 @@ from secrets import token_hex
 from time import time
 from typing import TYPE_CHECKING, TypeVar
 
-from dunes.progress import advance, is_shown
+from dunes.progress import Display, advance, is_shown, phase, shown_by
 from dunes.units import format_bytes
 
 if TYPE_CHECKING:
@@ -28,15 +28,15 @@ T = TypeVar("T")
 STAGED = ".dunes-{}.new"
 KEPT, KEPT_SECONDS = ".dunes-kept-", 7 * 86_400
 LARGE = 1e9
-"""Size in bytes above which hashing shows a progress bar, since it takes seconds."""
+"""Size in bytes above which hashing shows a progress bar, since hashing more takes seconds."""
 DIGEST_BLOCK = 1 << 18
-"""Number of tensor elements that are hashed at a time."""
+"""Number of tensor elements that are hashed at a time; they fit into the CPU's cache."""
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _local = threading.local()
 
 
 def cache_home() -> Path:
-    """The folder for caches: $DUNES_HOME, or `dunes` in $XDG_CACHE_HOME or in ~/.cache.
+    """The folder for caches: $DUNES_HOME if set, otherwise the folder `dunes` in $XDG_CACHE_HOME or in ~/.cache.
 
     Raises ValueError if neither variable is set and the user has no home folder.
     """
@@ -79,16 +79,16 @@ def folder_lock(folder: Path, wait: bool = True) -> Iterator[None]:
             yield
         finally:
             locked.discard(key)
-            fcntl.flock(handle, fcntl.LOCK_UN)  # a process forked meanwhile also has the handle
+            fcntl.flock(handle, fcntl.LOCK_UN)  # otherwise a process forked meanwhile would keep the lock
 
 
 @contextmanager
 def staging_folder(path: Path, kept: str = "") -> Iterator[Path]:
-    """Create a folder beside `path`, on the same disk, and yield it; it is removed afterwards.
+    """Create a folder beside `path`, on the same disk, yield the folder, and remove it afterwards.
 
-    Staging folders of dead writers beside `path` are removed first. `kept` is a name for work that can be
-    continued. A folder with this name is not removed afterwards; the next writer that passes the same name gets
-    the folder and its content.
+    Staging folders of dead writers beside `path` are removed first. For work that can be continued, pass a name as
+    `kept`: the folder is then not removed, and the next writer that passes the same name gets the folder with its
+    content.
     """
     with folder_lock(path.parent):
         for name in (
@@ -161,18 +161,16 @@ def progress(task: str, size: int) -> Iterator[Callable[[int], object]]:
         yield advance(size)
         return
     from rich.console import Console
-    from rich.progress import Progress
 
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        bar.add_task(task, total=size)
-        yield lambda size_done: bar.advance(bar.task_ids[0], size_done)
+    with Display(console, quiet=not console.is_terminal) as bar, shown_by(bar.time_left), phase(task):
+        yield advance(size)
 
 
 def tensor_digests(
     tensor: "torch.Tensor", dtypes: "Sequence[torch.dtype]", block: int = DIGEST_BLOCK
 ) -> list[str]:
-    """For each dtype, the SHA-256 (hex) of a tensor's bytes cast to it. Each block fits into the CPU's cache."""
+    """The SHA-256, in hex, of a tensor cast to each dtype, computed in blocks of `block` elements."""
     import torch  # imported late, since `dunes complete` with a server needs no torch
 
     hashes = [hashlib.sha256() for _ in dtypes]
@@ -188,7 +186,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def replace_file(path: Path, write: Callable[[Path], T]) -> T:
-    """Replace a file atomically by one that `write` creates at a temporary path; returns the result of `write`."""
+    """Replace a file atomically: `write` creates the new file at a temporary path. Returns `write`'s result."""
     with add_path_to_errors(path), staging_folder(path) as staged:
         result = write(staged / "data")
         fsync_path(staged / "data")
@@ -214,13 +212,13 @@ def write_folder(
 ) -> None:
     """Create a folder atomically.
 
-    `write_files` writes about `size` bytes into a staging folder; `publish` renames it when everything is on disk.
+    `write_files` writes about `size` bytes into a staging folder; `publish` renames this folder after fsync.
     Raises OSError, and leaves an existing folder untouched, if anything cannot be written.
     """
     with add_path_to_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with staging_folder(folder) as staged:
-            require_free_space(folder, size + (1 << 16))  # after leftovers of dead writers were removed
+            require_free_space(folder, size + (1 << 16))  # only now, since `staging_folder` freed space
             write_files(staged)
             for file in staged.iterdir():
                 fsync_path(file)

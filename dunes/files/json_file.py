@@ -1,4 +1,4 @@
-"""Read and write JSON objects and JSON lines. Files may be untrusted, so sizes and error messages are limited."""
+"""Read and write JSON objects and JSON lines. Files may be untrusted, so error messages are limited."""
 
 import json
 import os
@@ -14,22 +14,18 @@ from dunes.files.atomic import add_path_to_errors, open_handle
 from dunes.files.model_file import read_file
 from dunes.progress import Line
 
-MAX_BYTES = 64 << 20
-"""Size limit of a JSON file in bytes; the index of a published model of 90,000 tensors has nine megabytes."""
-MAX_CONFIG_BYTES = 8 << 20
-"""Size limit of a tokenizer's config file in bytes; most config files have about a kilobyte."""
 MAX_ITEMS = 2_000_000
-"""Maximum number of commas and opening brackets in a JSON file. Each of these may begin a Python object, which
-takes about twenty times as much memory as its text."""
+"""Maximum number of commas and opening brackets in a JSON file. Each may begin a Python object, and objects
+take about twenty times as much memory as their text."""
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of at most MAX_BYTES.
+    """The object in a JSON file.
 
-    Raises ValueError for a larger file, for content that is not one JSON object, for a link that leads out of its
-    folder, and for a duplicate key.
+    Raises ValueError for content that is not one JSON object, for a link that leads out of its folder, and for a
+    duplicate key.
     """
-    return parse(read_file(path, MAX_BYTES), path)
+    return parse(read_file(path), path)
 
 
 def read_if_present(path: Path) -> dict[str, Any]:
@@ -38,16 +34,12 @@ def read_if_present(path: Path) -> dict[str, Any]:
 
 
 def parse(text: bytes, path: Path) -> dict[str, Any]:
-    """The object in the bytes of a JSON file; `path` is for error messages. Raises ValueError like `read`."""
+    """Parse a JSON file's bytes into an object; `path` is for error messages. Raises ValueError like `read`."""
     if (items := sum(map(text.count, (b",", b"[", b"{")))) > MAX_ITEMS:
         raise ValueError(f"{path}: {items:,} commas and brackets; a JSON file has at most {MAX_ITEMS:,}")
     try:
         content = json.loads(text.decode("utf-8-sig"), object_pairs_hook=unique_keys)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not JSON: byte {error.start} is not UTF-8; save it in UTF-8") from None
-    except RecursionError:
-        raise ValueError(f"{path}: nested too deeply") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected an object, found {type(content).__name__}")
@@ -104,9 +96,9 @@ def parse_line(text: bytes) -> dict[str, Any] | None:
 def read_records(
     path: Path, expected: str, fits: Callable[[dict[str, Any]], bool] = bool, warn: Line | None = None
 ) -> list[dict[str, Any]]:
-    """The objects in a file of JSON lines for which `fits` is True; empty if the file does not exist.
+    """The objects for which `fits` is True in a file of JSON lines; empty if the file does not exist.
 
-    Other lines are skipped, and `warn` (by default, printing on stderr) is called with a message about them.
+    Other lines are skipped; `warn` (by default `print_warning`) is called with a message about skipped lines.
     """
     records, damaged = list[dict[str, Any]](), list[str]()
     for number, text in enumerate(read_lines(path), 1):

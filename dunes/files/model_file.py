@@ -1,6 +1,6 @@
 """Find and open the files of an untrusted model folder, and permit imports of functions named in its model card.
 
-Each file must be a regular file in that folder, have a limited size, and not be a placeholder for a download.
+Each file must be a regular file in that folder, and not be a placeholder for a download.
 """
 
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 HEAD = 512
-"""Size of a file's beginning in bytes; it is checked before the file is read."""
+"""Number of bytes at the start of a file that are checked before the file is read."""
 
 _AGAIN = "fetch the file again"
 _STAND_INS = (
@@ -54,16 +54,16 @@ def find_file(folder: Path, name: str) -> Path | None:
 
 
 def require_inside(folder: Path, path: Path, index: str = "") -> Path:
-    """The path unchanged, if it is a regular file below the folder and completely downloaded.
+    """Return the path unchanged if it is a regular file below the folder and completely downloaded.
 
     The file may be a link within its own folder. In the Hub's cache, the file may also be a link into the folder
-    `blobs` beside all snapshots. `index` is the name of a file that lists this one, for the error message. Raises
-    ValueError for any other path, such as a link to another folder.
+    `blobs` beside all snapshots. Raises ValueError for any other path, such as a link to another folder. `index`
+    is the name of the file that lists this file, for the error message if this file is missing.
     """
     try:
         real, home = path.resolve(), folder.resolve()
         mode = real.stat().st_mode if real.exists() else None
-    except (OSError, RuntimeError) as error:  # a name that is too long, a loop of links
+    except (OSError, RuntimeError) as error:  # for a name that is too long, or a loop of links
         raise ValueError(f"{str(path)[:400]}: cannot be opened: {str(error)[:80]}") from None
     allowed = [home / path.relative_to(folder).parent]
     allowed += [p.parent / "blobs" for p in home.parents if p.name == "snapshots"]
@@ -86,33 +86,23 @@ def listed_file(folder: Path, name: str, index: Path) -> Path:
     return require_inside(folder, folder / name, index.name)
 
 
-def read_file(path: Path, most: int) -> bytes:
-    """The bytes of a file of at most `most` bytes.
-
-    Raises ValueError for a larger file, and in the cases of `require_inside` and `require_content`.
-    """
+def read_file(path: Path) -> bytes:
+    """The bytes of a file. Raises ValueError like `require_inside` and `require_content`."""
     with open_file(require_inside(path.parent, path)) as file:
-        if (size := os.fstat(file.fileno()).st_size) > most:
-            raise ValueError(f"{path}: {size / 1e6:.0f} MB; at most {most / 1e6:.0f} MB are read")
         require_content(path, file)
-        return file.read(most)
+        return file.read()
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a regular file for reading. Raises ValueError if the path is no regular file or cannot be opened."""
-    try:
-        # Checked before opening: a pipe blocks until its other end opens, and a device may do anything.
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise ValueError(f"{path}: not a regular file")
-        return path.open("rb")
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file") from None
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be opened: {error.strerror}") from None
+    """Open a file for reading. Raises ValueError if it is no regular file, and OSError if it cannot be opened."""
+    # Checked before opening: a pipe blocks until its other end opens, and a device may do anything.
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError(f"{path}: not a regular file")
+    return path.open("rb")
 
 
 def require_content(path: Path, file: BinaryIO) -> None:
-    """Raise ValueError if the file begins like a placeholder, a web page or an unfinished download.
+    """Raise ValueError if the file is empty, or begins like a placeholder, a web page or an unfinished download.
 
     The reader of the file's format checks the rest.
     """
@@ -128,12 +118,12 @@ def require_content(path: Path, file: BinaryIO) -> None:
 
 
 def stand_in(head: bytes) -> str:
-    """Message with a remedy if a file with these first bytes is only a placeholder; otherwise empty."""
+    """An error message with a remedy if a file with these first bytes is a placeholder; otherwise empty."""
     matches = ((name, remedy) for start, name, remedy in _STAND_INS if re.match(start, head))
     return next((f"{name}, not the file itself; {remedy}" for name, remedy in matches), "")
 
 
 def unfinished_downloads(folder: Path) -> str:
-    """The end of a message, naming an unfinished download in the folder; empty if the folder has none."""
+    """The end of an error message: names an unfinished download in the folder; empty if there is none."""
     names = sorted(name for name in os.listdir(folder) if name.endswith(UNFINISHED)) if folder.is_dir() else []
     return f"; {names[0]} is an unfinished download: {_AGAIN}" if names else ""

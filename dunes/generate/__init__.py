@@ -1,6 +1,6 @@
-"""Ids in, ids out: decoding, sampling, speculation, the prefix cache, compiled decoding.
+"""Text generation on token ids: decoding, sampling, speculative decoding, prefix cache, compiled decoding.
 
-Start with `generate` and `sampler`; `PrefixCache` caches keys and values, `look_up` and `DraftModel` propose ids.
+Start with `generate` and `sampler`. `PrefixCache` caches keys and values; `look_up` and `DraftModel` propose ids.
 torch is imported when one of these names is first used; `generate.sampling` does not need torch.
 """
 

@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 from dunes.generate.prefix_cache import common_length
 
 DEPTH = 32
-"""Default maximum number of items of a context that are compared."""
+"""Default maximum number of items that are compared per context."""
 Text = TypeVar("Text", str, bytes)
 
 
 class Match(NamedTuple):
-    """Positions `order[first:last]` of an index whose contexts all end with the same `length` items."""
+    """The positions `order[first:last]` of an index. The contexts before them end with the same `length` items."""
 
     length: int
     first: int
@@ -33,7 +33,7 @@ class Match(NamedTuple):
 
 
 class ContextIndex:
-    """Index of the contexts of all positions in `items` (N,), unsigned integers below 2^32 - 1.
+    """Sorted index of the contexts of all positions in `items` (N,). Items are unsigned integers below 2^32 - 1.
 
     `order` (N,), int32, is the sorted order of the positions, computed if not given. The index takes 4 bytes per
     item, in addition to the items and a reversed copy of their bytes. During sorting, `progress` is called with
@@ -57,10 +57,10 @@ class ContextIndex:
         return len(self.items)
 
     def matches(self, context: Sequence[int], lengths: Sequence[int] = ()) -> list[Match]:
-        """Matches of a context's suffixes; the last match is for the longest suffix that occurs.
+        """Matches of a context's suffixes; the last match belongs to the longest suffix that occurs in `items`.
 
-        The other matches are for shorter suffixes with a length in `lengths` (ascending). At most
-        `depth` items are compared. The list is empty if no suffix occurs.
+        The other matches belong to the shorter suffixes whose lengths are in `lengths` (ascending). At most the
+        last `depth` items of the context are compared. The list is empty if no suffix occurs.
         """
         context, size = context[-self.depth :], self.items.itemsize
         key = context[::-1] if isinstance(context, bytes) else _backwards(np.array(context, self.items.dtype))
@@ -85,15 +85,15 @@ class ContextIndex:
         return index
 
     def positions(self, match: Match, most: int | None = None) -> NDArray[np.int32]:
-        """The positions of a match: indices in `items` of the items after each occurrence.
+        """Positions of a match: for each occurrence, the index in `items` of the item after it.
 
-        With `most`, about this many positions are returned, at equal distances in the sorted order.
+        With `most`, returns about `most` positions, evenly spaced in the sorted order.
         """
         step = 1 if most is None else max(1, (match.last - match.first) // most)
         return self.order[match.first : match.last : step]
 
     def _reader(self, size: int) -> Callable[[int], bytes]:
-        """A function that returns the `size` bytes before a position in reverse order, fewer near the start."""
+        """A function that returns up to `size` bytes before a position, last item first."""
         backwards, end, step = self._backwards, len(self._backwards), self.items.itemsize
 
         def before(position: int) -> bytes:
@@ -109,7 +109,7 @@ class ContextIndex:
 
 
 def _backwards(items: NDArray[Any]) -> bytes:
-    """The bytes of the items from the last to the first, each big-endian, so that bytes sort like items."""
+    """The bytes of the items, last item first; each item is big-endian, so that bytes sort like items."""
     return items[::-1].astype(items.dtype.newbyteorder(">")).tobytes()
 
 
@@ -136,7 +136,7 @@ def sorted_contexts(
 ) -> NDArray[np.int32]:
     """Positions (N,), int32, of a text, sorted by the `depth` items before each position, nearest item first."""
     count, bits = len(items), (int(items.max(initial=0)) + 1).bit_length()
-    padded = np.zeros(depth + count, np.int64)  # 0 means before the first item
+    padded = np.zeros(depth + count, np.int64)  # 0 stands for missing items before the first item
     padded[depth:] = items
     padded[depth:] += 1
     width = min(63 // bits, depth)

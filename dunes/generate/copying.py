@@ -1,15 +1,16 @@
-"""Copying: a fitted gate mixes a language model with ids that followed earlier occurrences of a text.
+"""Copying: a trained gate mixes a language model with ids that followed earlier occurrences of the context.
 
-Texts are searched as ids and as bytes. Ids that follow the longest match of ids and shorter matches are blended as
-in prediction by partial matching (PPM): the counts after a match get one pseudocount per distinct id, distributed
-like the blend of the shorter matches. Matches of bytes do not depend on token boundaries. The lines after the
-longest match of bytes are proposed. A gate then changes the log-probabilities of the proposed ids and of the
-model's most probable ids, and the result is normalised. The gate's features are the lengths of matches, the
-confidence of sources and model, an id's frequency and recency in the file, and its characters.
+Texts are searched as ids and as bytes. The ids after the longest match of ids and the ids after shorter matches
+are blended as in prediction by partial matching (PPM). After each match, every distinct id adds one pseudocount;
+the sum of these pseudocounts is shared among the ids in proportion to the blend of the shorter matches. Matches of
+bytes do not depend on token boundaries. The first ids of the lines after the longest match of bytes are
+candidates, too. A gate then changes the log-probabilities of all candidates and of the model's most probable ids,
+and the result is normalised. The gate's features are match lengths, the probabilities under the sources and the
+model, and, for each id, its frequency and recency in the file and its characters.
 https://doi.org/10.1109/TCOM.1984.1096090 (PPM), https://arxiv.org/abs/2401.17377 (matches of any length)
 """
 
-# Shapes: C candidates, F features, V vocabulary, N places.
+# Shapes: C candidates, F features, V vocabulary, N positions.
 
 import math
 from collections.abc import Callable, Sequence
@@ -26,9 +27,9 @@ from torch import Tensor, nn
 from dunes.generate.context_index import ContextIndex, last_match
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
-"""Lengths of the matches that are blended, besides the longest."""
+"""Lengths, in ids, of the shorter matches that are blended with the longest match."""
 FOLLOWERS = 256
-"""Maximum number of occurrences that are read for a match of ids."""
+"""Of a match of ids, fewer than twice this many occurrences are read, evenly spaced in the index."""
 CANDIDATES = 16
 """Maximum number of ids that a source proposes."""
 TOP = 24
@@ -36,11 +37,11 @@ TOP = 24
 DEPTH_BYTES = 64
 """Maximum length of a match of bytes."""
 CONTEXT_IDS = 48
-"""Maximum number of ids at the end of a text whose bytes are looked up."""
+"""The bytes of at most this many ids, at the end of a text, are searched for."""
 CONTINUATIONS = 8
-"""Maximum number of occurrences that are read for a match of bytes."""
+"""Of a match of bytes, fewer than twice this many occurrences are read, evenly spaced in the index."""
 AHEAD = 24
-"""Maximum number of bytes after a match that are encoded."""
+"""Maximum number of bytes after a match that are encoded into ids."""
 LINE = 120
 """Maximum length of a proposed line in bytes."""
 LEAST = 1e-4
@@ -52,8 +53,9 @@ COLUMNS = ("prob", "share", "match", "length", "places")
 class Followers(NamedTuple):
     """Ids (C,), int64, that followed a context in one source.
 
-    `probs` are their blended probabilities, whose sum is at most 1. `shares` are their relative frequencies after
-    the longest match. The longest match has `length` items (ids or bytes) and occurs at `places` positions.
+    `probs` (C,) are the blended probabilities of the ids, with a sum of at most 1. `shares` (C,) are the relative
+    frequencies of the ids after the longest match. The longest match has `length` items (ids or bytes) and occurs
+    at `places` positions.
     """
 
     ids: NDArray[np.int64]
@@ -74,8 +76,8 @@ class Candidates(NamedTuple):
 
 
 class TextSource(NamedTuple):
-    """A text with indexes of its bytes (`contexts`) and `ids`; without `contexts`, `last_match` searches its
-    bytes."""
+    """A text with optional indexes of its bytes (`contexts`) and of its `ids`. Without `contexts`, `last_match`
+    searches the bytes."""
 
     text: bytes
     contexts: ContextIndex | None = None
@@ -94,7 +96,7 @@ class TextSource(NamedTuple):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The bytes of each id, and a function that encodes a part of a line."""
+    """The bytes of each id (`pieces`), and a function that encodes bytes into ids (`encode`)."""
 
     pieces: Sequence[bytes]
     encode: Callable[[bytes], Sequence[int]]
@@ -103,7 +105,7 @@ class Vocabulary:
 
     @cached_property
     def kinds(self) -> NDArray[np.float32]:
-        """Features (V, 8) of each id's text; NAMES are their names."""
+        """Features (V, 8) of each id's text, named as in NAMES."""
         texts = [piece.strip() for piece in self.pieces]
         firsts, inner = ([part[:1] or b"\0" for part in parts] for parts in (self.pieces, texts))
         first, start, last = (
@@ -131,7 +133,7 @@ def is_word(character: bytes) -> bool:
 
 @dataclass(frozen=True)
 class Sources:
-    """Texts to copy from: `near` is the text above the cursor and the rest of the file, `far` is other files."""
+    """Texts to copy from: `near` are the text above the cursor and the rest of the file, `far` are other files."""
 
     near: Sequence[TextSource]
     far: Sequence[TextSource]
@@ -141,10 +143,11 @@ class Sources:
 
     @cached_property
     def uses(self) -> NDArray[np.float32]:
-        """Features (V, 3) of each id's use in the file, each as `log2(1 + x)`; NAMES are their names.
+        """Features (V, 3) of each id's use in the file, each as `log2(1 + x)`, named as in NAMES.
 
-        The values x are: the id's number of occurrences; the distance in ids from its last occurrence to the
-        cursor, or the length of the text above the cursor if there is none; and that length.
+        `count` is the number of the id's occurrences. `distance` is the number of ids from the id's last
+        occurrence above the cursor to the cursor; without an occurrence, `distance` equals `above`. `above` is the
+        number of ids above the cursor.
         """
         size = len(self.vocabulary.pieces)
         uses = np.zeros((size, len(self.NAMES)), np.float32)
@@ -160,16 +163,17 @@ class Sources:
 
 @dataclass(frozen=True)
 class Copies:
-    """Proposes ids to copy after the ids of a text.
+    """Proposes ids to append to the ids of a text.
 
-    The text from id `start` on must begin with the bytes `typed`.
+    `typed` are the bytes that the user typed after the first `start` ids. As long as later ids cover only a part
+    of `typed`, a proposed line begins with the other part.
     """
 
     sources: Sources
     typed: bytes = b""
     start: int = 0
 
-    # For lines, "share" is 1 for the first id of the last line, else 0; "prob" (fraction of lines) is left out.
+    # For lines, "share" is 1 for the first id of the last matched line, else 0; "prob" is no feature.
     NAMES: ClassVar = (
         *(f"{part} {column}" for part in ("near ids", "far ids") for column in COLUMNS),
         *(f"{part} {column}" for part in ("near lines", "far lines") for column in COLUMNS[1:]),
@@ -194,21 +198,21 @@ class Copies:
         return Candidates(torch.from_numpy(union), torch.from_numpy(features))
 
     def propose(self, ids: Sequence[int], limit: int) -> Sequence[int]:
-        """Up to `limit` ids of the rest of the line after the longest match. Of equally long matches, the last
-        match in the first source is used."""
+        """Up to `limit` ids of the rest of the line after the longest match. If several matches are equally long,
+        the last match in the first source is used."""
         sources, rest = self.sources, self.uncovered(ids)
         context = self._context(ids, rest)
         length, positions, text = longest_match((*sources.near, *sources.far), context)
         return sources.vocabulary.encode(rest + line_at(text, positions[0], LINE))[:limit] if length else ()
 
     def uncovered(self, ids: Sequence[int]) -> bytes:
-        """The typed bytes that the ids after `start` do not cover yet."""
+        """The end of `typed`, without the bytes that `ids[start:]` already cover."""
         pieces = self.sources.vocabulary.pieces
         covered = sum(len(pieces[i]) for i in ids[self.start :][: len(self.typed)]) if self.typed else 0
         return self.typed[covered:]
 
     def _context(self, ids: Sequence[int], rest: bytes) -> bytes:
-        """The last bytes of a text after its last sentinel, concatenated with the uncovered typed bytes."""
+        """The text after its last sentinel (an id without bytes), then `rest`; only the last DEPTH_BYTES bytes."""
         pieces = self.sources.vocabulary.pieces
         parts = [*takewhile(len, (pieces[i] for i in reversed(ids[-CONTEXT_IDS:])))]
         return (b"".join(reversed(parts)) + rest)[-DEPTH_BYTES:]
@@ -233,7 +237,8 @@ def longest_match(sources: Sequence[TextSource], context: bytes) -> tuple[int, l
 
 
 def line_at(text: bytes, position: int, size: int) -> bytes:
-    """The rest of the line from a position on, with its line end; at most `size` bytes, all of one file."""
+    """The rest of the line from `position` on, with the line end; at most `size` bytes, and never beyond the
+    file's end."""
     line = text[position : position + size].partition(b"\0")[0]
     end = line.find(b"\n")
     return line if end < 0 else line[: end + 1]
@@ -264,7 +269,7 @@ def followers(index: ContextIndex, context: Sequence[int]) -> Followers:
 
 
 def _columns(source: Followers, ids: NDArray[np.int64]) -> list[NDArray[np.float64]]:
-    """Features of these ids from one source; COLUMNS are their names."""
+    """Features of these ids from one source, named as in COLUMNS."""
     probs, shares, mask = np.zeros(len(ids)), np.zeros(len(ids)), np.zeros(len(ids))
     place = np.searchsorted(ids, source.ids)
     probs[place], shares[place], mask[place] = source.probs, source.shares, 1.0
@@ -273,7 +278,8 @@ def _columns(source: Followers, ids: NDArray[np.int64]) -> list[NDArray[np.float
 
 
 class Gate(nn.Module):
-    """Two layers that predict changes of candidates' logprobs from their features and the model's logprobs.
+    """Two layers that compute, from a candidate's features and the model's log-probabilities, a change of its
+    log-probability.
 
     INPUTS are the names of the input features of the layer `up`.
     """
@@ -285,13 +291,14 @@ class Gate(nn.Module):
         self.up, self.down = nn.Linear(len(self.INPUTS), hidden), nn.Linear(hidden, 1)
 
     def forward(self, features: Tensor, logprobs: Tensor, best: Tensor) -> Tensor:
-        """Changes (..., C) for features (..., C, F), logprobs (..., C) and the model's highest logprob (...)."""
+        """The change (..., C) of each candidate's log-probability, for features (..., C, F), `logprobs` (..., C)
+        under the model and the model's highest log-probability `best` (...)."""
         own = torch.stack([logprobs, best[..., None].expand_as(logprobs)], -1).clamp(min=-15)
         x: Tensor = self.down(torch.tanh(self.up(torch.cat([features, own], -1))))
         return x[..., 0]
 
     def scale(self, factor: float) -> None:
-        """Multiply the changes by a factor; a gate scaled by 0 changes nothing."""
+        """Multiply the gate's output by a factor; with factor 0, the mixture equals the model's distribution."""
         with torch.no_grad():
             for parameter in self.down.parameters():
                 parameter.mul_(factor)
@@ -327,12 +334,12 @@ def mixture_loss(
 ) -> Tensor:
     """Negative log-likelihood (N,) of the targets under the mixture, in nats.
 
-    For each candidate, `change` (N, C) is the gate's change, `logprobs` (N, C) the log-probability under the
-    model; `mask` (N, C) is False for padding. `target` (N,) is the target's index among the candidates, or -1;
-    `target_logprob` (N,) is its log-probability under the model. `rest_logprob` (N,) is the log of the total
-    probability of all ids that are no candidates. (1 minus the candidates' total would be inexact.)
+    For each candidate, `change` (N, C) is the gate's change, and `logprobs` (N, C) is the log-probability under
+    the model. `mask` (N, C) is False for padding. `target` (N,) is the target's index among the candidates, or -1;
+    `target_logprob` (N,) is the target's log-probability under the model. `rest_logprob` (N,) is the log of the
+    total probability of the ids that are no candidates; 1 minus the candidates' total would be inexact.
     """
-    # A finite value, so that gradients stay finite in rows without a candidate.
+    # Not -inf, so that gradients stay finite in rows without a candidate.
     mixed = (logprobs + change).masked_fill(~mask, -1e30)
     total = torch.logaddexp(mixed.logsumexp(-1), rest_logprob)
     gain = torch.where(target >= 0, change.gather(-1, target.clamp(min=0)[:, None])[:, 0], 0.0)

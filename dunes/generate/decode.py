@@ -57,7 +57,7 @@ class Request:
 
     @property
     def unfinished(self) -> bool:
-        """True if another token may follow."""
+        """True until the text has `max_tokens` new tokens or ends with an id in `stop`."""
         return len(self.ids) < self.end
 
     def window(self, context_length: int) -> list[int]:
@@ -104,11 +104,11 @@ def generate(
 def generate_all(
     model: nn.Module, requests: Sequence[Request | None], *, context_length: int, cache: PrefixCache | None = None
 ) -> Iterator[list[Token | None]]:
-    """Yield the next token per request; None if its text has ended, or waits while other rows accept proposals.
+    """Yield each request's next token; None if its text has ended, or waits while other rows accept proposals.
 
     Each text is the same as if it were generated alone. Between two tokens the caller may replace an entry of
-    `requests` by another request or None. A `cache` needs one row per request; cached prefixes of texts are not
-    evaluated again, and the new texts are cached.
+    `requests` by another request or None. A `cache` needs one row per request. Prefixes that `cache` contains are
+    not evaluated again, and the new texts are cached.
     """
     if any(r is not None and r.proposer for r in requests):
         check_rewinds(model)
@@ -132,8 +132,8 @@ def generate_all(
 def _step_tokens(
     requests: Mapping[int, Request], texts: Mapping[int, list[int]], cache: PrefixCache
 ) -> dict[int, Token]:
-    """The next token of each text, computed with the compiled step; empty if a request has a proposer or asks for
-    alternatives, or if no compiled step fits."""
+    """The next token of each text, computed with the compiled step. Empty if no compiled step can be used, or if a
+    request has a proposer or asks for alternatives."""
     if any(r.proposer is not None or r.alternatives for r in requests.values()):
         return {}
     if len(cache.ids) == 1:
@@ -153,7 +153,7 @@ def _propose(request: Request, room: int, cache: PrefixCache) -> Proposal:
     """A proposal that fits into the `room` left in the context and into the request's `max_tokens`.
 
     The proposal is empty for a model without a KV cache, whose logits may depend on all ids of a forward. With a
-    quantized cache, the proposal has at most SLACK ids, since a rollback cannot exactly drop more.
+    quantized cache, the proposal has at most SLACK ids, since `truncate` is exact only for up to SLACK tokens.
     """
     room = min(room, request.end - len(request.ids) - 1, room if cache.format is None else SLACK)
     if request.proposer is None or room < 1 or cache.cache is None or cache.vocab is None:
@@ -209,7 +209,8 @@ def prompt_tokens(model: nn.Module, ids: Sequence[int], alternatives: int = 0) -
 def text_logprobs(
     model: nn.Module, ids: Sequence[int], context_length: int, first: int = 1, stop: int | None = None
 ) -> Iterator[Tensor]:
-    """Yield log-probabilities (V,), on the CPU, for each id from index `first` >= 1 to `stop` (default: all).
+    """Yield log-probabilities (V,), on the CPU, of the id at each index from `first` (>= 1) up to `stop` (default:
+    all).
 
     The text is evaluated in windows that overlap by half. Every id after the first window thus has at least half
     of the context length before it. With a `Decoder`, only the logits of BLOCK positions are in memory at a time.
@@ -230,12 +231,14 @@ def text_logprobs(
 
 
 def _before_head(model: nn.Module, ids: Tensor, last: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """`Decoder.before_head`; for other models, the logits and an identity function instead of the head."""
+    """The result of `Decoder.before_head`; for other models, the logits, and an identity function instead of the
+    head."""
     return model.before_head(ids, last) if isinstance(model, Decoder) else (model(ids, last=last), lambda x: x)
 
 
 def _tokens(logprobs: Tensor, ids: Tensor, alternatives: Sequence[int]) -> list[Token]:
-    """Tokens of ids (N,) from log-probabilities (N, V), with these numbers of alternatives."""
+    """Tokens for ids (N,) from log-probabilities (N, V); `alternatives` (N,) are the numbers of alternatives per
+    token."""
     own = logprobs.gather(-1, ids[:, None])[:, 0].tolist()
     if not any(alternatives):
         return [Token(i, logprob) for i, logprob in zip(ids.tolist(), own, strict=True)]

@@ -1,10 +1,10 @@
-"""Decode graphs: the forward of one or a few new tokens in one row, or of one token in each of several rows,
-written so that it can be compiled ahead of time.
+"""Decode graphs: forward passes that can be compiled ahead of time. A graph computes one or a few new tokens in
+one row, or one new token in each of several rows.
 
-The model's own parts are traced. Some operations in them are replaced by functions that Inductor fuses into
+torch.export traces the model's own modules, with some operations replaced by functions that Inductor fuses into
 few loops. A matrix product becomes a multiplication and a sum, with weights of any dtype. Attention reads the
-cache's readable slots, whose number is dynamic; without a window, it needs no mask for a single token. The cache
-is changed in place.
+cache's readable slots, whose number is dynamic. A single token needs a mask only for an attention window. New keys
+and values are written into the cache in place.
 """
 
 # Shapes: T new tokens, K key/value heads, S readable slots, D head dim, V vocabulary.
@@ -32,23 +32,23 @@ Function = Callable[..., Any]
 Run = Callable[[list[Tensor]], list[Tensor]]
 """A function that runs native code; the next call in the same thread may overwrite the returned tensors."""
 LARGE = 1 << 20
-"""A matrix with at least this many elements is read from memory, not from the CPU's cache."""
+"""A matrix with at least this many elements is assumed not to fit into the CPU's cache."""
 STACK = 1 << 20
-"""Maximum bytes of the buffers that native code puts on the stack of its thread."""
+"""Maximum size, in bytes, of the buffers that native code puts on its thread's stack."""
 FEW = 4
-"""Maximum tokens of the step for several tokens, which takes 1.9 times as long as a one-token step. A step for 8
-tokens would take 3.5 times as long."""
+"""Maximum number of tokens per call of the code for several tokens. A call takes 1.9 times as long as for one
+token; with a maximum of 8 tokens, it would take 3.5 times as long."""
 TEXT = 0
-"""Key of the step for any number of tokens at the start of a text."""
+"""Key of the code for any number of tokens at the start of a text."""
 ROWS = -1
-"""Key of the step for one token in each of several rows."""
+"""Key of the code for one token in each of several rows."""
 
 
 class DecodeGraph(nn.Module):
     """Computes float32 logits (T, V) after each new token, and a summary; writes keys and values into the cache.
 
-    Each row of the summary (T, 3), float64, contains the most probable id, its logit `top`, and `logsumexp(logits
-    - top)`. Raises ValueError unless the model's class is `Decoder` itself.
+    Each row of the summary (T, 3), float64, contains the most probable id, its logit, and the logsumexp of the
+    logits after subtracting this logit. Raises ValueError unless the model's class is `Decoder` itself.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -72,7 +72,7 @@ class DecodeGraph(nn.Module):
         return x
 
     def score(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The logits and the summary of the last block's outputs (B, T, dim)."""
+        """The logits and the summary for outputs x (B, T, dim) of the last block."""
         assert isinstance(self.model, Decoder)
         logits = self.model.logits(self.model.norm(x)).flatten(0, 1).float()
         top = logits.amax(-1)
@@ -81,7 +81,7 @@ class DecodeGraph(nn.Module):
 
 
 class LayerGraph(nn.Module):
-    """One block of a `DecodeGraph`. Blocks of the same form share its code and have their own weights."""
+    """One block of a `DecodeGraph`. Blocks of equal structure share native code and have their own weights."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class LayerGraph(nn.Module):
     ) -> Tensor:
         """The block's outputs for inputs x (1, T, dim); other arguments are as in `DecodeGraph`, for one layer.
 
-        Raises ValueError for a block that passes tensors to later blocks, or whose outputs have another dtype.
+        Raises ValueError for a block that passes tensors to later blocks, or changes the dtype.
         """
         ctx = _StepContext(keys, values, slots, slot_positions)
         y: Tensor = self.block(x, ctx, 0)
@@ -102,18 +102,18 @@ class LayerGraph(nn.Module):
 
 
 class HeadGraph(DecodeGraph):
-    """The part of a `DecodeGraph` after its blocks."""
+    """The final norm and the output head of a `DecodeGraph`."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """The scores of the last block's outputs x (1, T, dim)."""
+        """The logits and the summary for outputs x (1, T, dim) of the last block."""
         return self.score(x)
 
 
 class TextGraph(DecodeGraph):
-    """A step for the first tokens of a text, computed like the model's own forward. The graph returns only the
-    last token's logits and summary.
+    """Computes the first tokens of a text like the model's own forward, and returns only the last token's logits
+    and summary.
 
-    Raises ValueError for a model with windows, since the size of their mask would have to be constant.
+    Raises ValueError for a model with attention windows, since a window's mask would need a constant size.
     """
 
     def forward(self, ids: Tensor, keys: list[Tensor], values: list[Tensor]) -> tuple[Tensor, Tensor]:  # type: ignore[override]
@@ -122,7 +122,7 @@ class TextGraph(DecodeGraph):
 
 
 class RowGraph(DecodeGraph):
-    """A step for one new token in each of R rows; its matrix products are library calls."""
+    """Computes one new token in each of R rows. Library calls compute the matrix products."""
 
     def forward(  # type: ignore[override]
         self,
@@ -163,7 +163,7 @@ class _TextContext(ForwardContext):
 
 
 class _RowContext(ForwardContext):
-    """Context of one new token per row; it attends to the slots of its row inside the layer's window."""
+    """Context of one new token per row; a token attends to the slots of its own row inside the layer's window."""
 
     def __init__(
         self, keys: list[Tensor], values: list[Tensor], slots: Tensor, positions: Tensor, slot_positions: Tensor
@@ -183,7 +183,7 @@ class _RowContext(ForwardContext):
     def mask(self, window: int | None = None) -> Tensor:
         key, query = self.slot_positions[:, None], self.positions[:, :, None]
         readable = key >= 0 if window is None else (key >= 0) & (key > query - window)
-        # Padding attends to all slots, since masked rows would store NaN, which a larger cache could read.
+        # Padding attends to all slots. Otherwise, NaN would be stored in a slot that `grow` makes readable.
         return readable | (query < 0)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, dropout: float = 0.0) -> Tensor:
@@ -192,14 +192,14 @@ class _RowContext(ForwardContext):
 
 
 class _StepContext(ForwardContext):
-    """Context of new tokens: a single token attends to all slots except those outside of a layer's window."""
+    """Context of new tokens in one row; a single token attends to all slots inside the layer's window."""
 
     def __init__(self, keys: list[Tensor], values: list[Tensor], slots: Tensor, slot_positions: Tensor) -> None:
         super().__init__(slot_positions[slots][None])
         self.keys, self.values, self.slots, self.slot_positions = keys, values, slots, slot_positions
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        readable = self.slot_positions.shape[0]  # with `len`, the graph would contain a constant
+        readable = self.slot_positions.shape[0]  # `len` would put a constant into the graph
         for cache, x in ((self.keys[layer], k), (self.values[layer], v)):
             cache.index_copy_(2, self.slots, x.to(cache.dtype))
         return self.keys[layer].narrow(2, 0, readable), self.values[layer].narrow(2, 0, readable)
@@ -220,12 +220,12 @@ class _StepContext(ForwardContext):
 def export_decode_graph(
     graph: DecodeGraph | LayerGraph, cache: Cache, tokens: int = 1, x: Tensor | None = None
 ) -> torch.export.ExportedProgram:
-    """Export the graph, for caches of any capacity with the dtypes of `cache` (8 slots, some of them filled).
+    """Export the graph for caches of any capacity. The example `cache` (8 slots, some filled) sets the dtypes.
 
-    A graph of a part of the model needs an example `x` of its inputs (1, tokens, dim).
+    A `LayerGraph` or `HeadGraph` needs an example `x` of its inputs (1, tokens, dim).
 
     The graph of a `TextGraph` accepts any number of tokens above FEW. In any other graph, operations are replaced
-    by functions that Inductor fuses. Raises any error of torch.export for parts that it cannot trace.
+    by functions that Inductor fuses. Raises the error of torch.export if a part cannot be traced.
     """
     args: tuple[Any, ...]
     shapes: dict[str, Any] = {}
@@ -254,7 +254,7 @@ def export_decode_graph(
 
 
 class Scores(NamedTuple):
-    """Scores of the next token: row `row` of `all_logits` (T, V), and the same row of a graph's summary."""
+    """Scores of the next token: row `row` of `all_logits` (T, V), and the summary (`best`, `top`, `log_sum`)."""
 
     all_logits: Tensor
     row: int
@@ -273,8 +273,8 @@ class Scores(NamedTuple):
 
 
 class _Numbers(threading.local):
-    """Tensors for the ids and slots of 1 and of FEW tokens. Writing into their NumPy views takes a tenth of the
-    time of making new tensors.
+    """Tensors for the ids and slots of 1 and of FEW tokens. Writing into NumPy views of these tensors takes a
+    tenth of the time of making new tensors.
 
     Each thread has its own tensors, since native code reads them while other threads run Python.
     """
@@ -289,11 +289,11 @@ _COUNTS = [torch.tensor([n]) for n in range(FEW + 1)]
 
 
 class CompiledStep:
-    """Native code of a step, bound to the model's weights without copying them.
+    """Native code that computes new tokens, bound to the model's weights without copying them.
 
     `runs` maps a number of tokens to code: 1 for one token, FEW for up to FEW tokens, TEXT for the start of a
-    text, ROWS for several rows. `dtype` is the dtype of the matrices. `example` is a cache like those that the
-    step was compiled for, `state` the model's `model_state`.
+    text, ROWS for one token in each of several rows. `dtype` is the dtype of the matrices. `example` is a cache
+    whose tensors have the dtypes that the code expects; `state` is the `model_state` of the model.
     """
 
     def __init__(self, runs: Mapping[int, Run], dtype: torch.dtype) -> None:
@@ -308,7 +308,7 @@ class CompiledStep:
         return f"CompiledStep({dtype} matrices, tokens at once: {', '.join(map(str, self._run))})"
 
     def read_rows(self, ids: Mapping[int, int], cache: Cache) -> dict[int, Scores]:
-        """Scores after one new token in each of these rows; the cache has several rows."""
+        """Scores after one new token in each row of `ids`, which maps rows of the cache to new ids."""
         new = torch.tensor([[i in ids] for i in range(cache.batch)])
         positions = cache.start(1 if len(ids) == cache.batch else new).expand(cache.batch, 1)
         slot_positions = cache.slot_positions(positions.amax(1)).expand(cache.batch, -1)[:, : cache.max_length]
@@ -326,7 +326,7 @@ class CompiledStep:
         return FEW if takes_few else 1
 
     def __call__(self, ids: Sequence[int], cache: Cache) -> list[Scores]:
-        """Scores after each of these new tokens, at most `most` of them; the cache has one row.
+        """Scores after each of up to `most` new tokens; the cache has one row.
 
         The first token of a text needs the code for FEW tokens.
         """
@@ -351,18 +351,18 @@ def _scores(summary: Tensor, logits: Tensor) -> list[Scores]:
 
 
 def load_native(package: Path, *weights: Mapping[str, Tensor]) -> list[Run]:
-    """Functions that run the same native code, each with one item of `weights`.
+    """Functions that run the same native code, each bound to one item of `weights`.
 
-    Raises ValueError for code that torch cannot load, or that needs other weights, and if the stack of threads is
+    Raises ValueError if torch cannot load the code, if the code needs other weights, or if the stack of threads is
     too small.
     """
-    import resource  # Windows has no module `resource`, and no native code is made for it
+    import resource  # Windows has no `resource`; no code is compiled there
 
     stack = threading.stack_size() or resource.getrlimit(resource.RLIMIT_STACK)[0]
     if 0 <= stack < 2 * STACK:
         raise ValueError(f"native code needs threads with a stack of {2 * STACK} bytes; the stack has {stack}")
-    # Inductor's loader imports its compiler first, which takes two seconds; the loader of packages leaves files
-    # behind if the process is killed. A mapped file must not change, so a copy is loaded, and removed at once.
+    # torch's loaders are not used: one imports the compiler for two seconds, the other leaves files behind if the
+    # process is killed. A mapped file must not change, so a temporary copy is loaded.
     with TemporaryDirectory() as folder:
         for file in package.parent.glob(f"{package.stem}.*"):
             shutil.copy(file, folder)
@@ -381,7 +381,8 @@ def _with_weights(runner: Any, weights: Mapping[str, Tensor]) -> Run:
 
 
 def join_parts(model: nn.Module, layers: Sequence[Run], head: Run) -> Run:
-    """Join the code of blocks and head into a step's code; the model's own module computes embeddings."""
+    """Join the native code of blocks and head into one function; the model's own module computes the
+    embeddings."""
     decoder: Any = DecodeGraph(model).model
     embed = copy.deepcopy(decoder.embed, {id(t): t for t in named_tensors(model).values()}).eval()
 
@@ -405,7 +406,8 @@ def model_state(model: nn.Module) -> object:
 
 
 def step_weights(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Tensors of a step by name; matrices of plain linear layers and embeddings are converted to this dtype."""
+    """Tensors that a compiled step reads, by name; matrices of plain linear layers and embeddings are converted to
+    `dtype`."""
     rounded = {id(t): t.detach().to(dtype) for t in _matrices(model)}
     weights = {name: rounded.get(id(t), t) for name, t in named_tensors(DecodeGraph(model)).items()}
     for name, layer in _step_layers(model).items():
@@ -414,7 +416,7 @@ def step_weights(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def outline(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy of the model for export, whose matrices have this dtype and no data."""
+    """A copy of the model for export, with uninitialised matrices of this dtype."""
     memo: dict[int, Any] = {id(t): t for t in named_tensors(model).values()}
     memo |= {id(t): nn.Parameter(torch.empty_like(t, dtype=dtype), False) for t in _matrices(model)}
     memo |= {id(model.get_submodule(name)): layer for name, layer in _step_layers(model).items()}
@@ -422,7 +424,7 @@ def outline(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _step_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers that replace a model's layers in a step, by name: new layers from `for_step()`."""
+    """New layers from `for_step()`, by name; they replace the model's layers in a compiled step."""
     layers = {name: m.for_step() for name, m in model.named_modules() if hasattr(m, "for_step")}
     return {name: layer for name, layer in layers.items() if layer is not model.get_submodule(name)}
 
@@ -438,7 +440,7 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 class _OneRow(TorchFunctionMode):
-    """A torch function mode that replaces each operation that is a key in `forms` by its value in `forms`."""
+    """A torch function mode that replaces operations; `forms` maps an operation to its replacement."""
 
     def __init__(self, forms: Mapping[Function, Function]) -> None:
         super().__init__()
@@ -483,7 +485,7 @@ def _float(function: Function) -> Function:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    # Summing several rows at once keeps more reads in flight: four rows if a matrix is not in the CPU's cache.
+    # Summing several weight rows at once (four if the matrix exceeds the cache) keeps more reads in flight.
     # Several tokens share one loop, which reads the weights once; slices are faster here than `unbind`.
     tokens = [x] if x.shape[-2] == 1 else [x[..., i : i + 1, :] for i in range(x.shape[-2])]
     rows = (4 if weight.numel() >= LARGE else 2) // min(len(tokens), 2)
@@ -494,7 +496,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    # The usual form, with a row for each token, takes 1.5 times as long for 16 tokens.
+    # The usual `x @ weight.t()` takes 1.5 times as long for 16 tokens.
     y: Tensor = (weight.float() @ x.flatten(0, -2).t().contiguous()).t().view(*x.shape[:-1], len(weight))
     return y if bias is None else y + bias.float()
 
@@ -502,7 +504,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def _mean(x: Tensor, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Tensor:
     if dim != -1 or x.shape[-1] % 4 or kwargs:
         return torch.mean(x, dim, keepdim, **kwargs)
-    # A single sum would be a parallel region of its own.
+    # A single sum would become a separate parallel region.
     parts = torch.split(torch.unflatten(x, -1, (4, -1)).sum(-1), 1, -1)
     y: Tensor = sum(parts, torch.zeros(())) / x.shape[-1]
     return y if keepdim else y.squeeze(-1)
@@ -517,7 +519,7 @@ def _embedding(
 
 
 def _rows_of_ids(input: Tensor, weight: Tensor, *args: Any, **options: Any) -> Tensor:
-    # An index out of range in native code would end the process; results of NaN are not used.
+    # In native code, an index out of range would end the process; NaN makes callers reject the result.
     inside = (input >= 0) & (input < len(weight))
     return weight[input.clamp(0, len(weight) - 1)].where(inside[..., None], torch.nan)
 

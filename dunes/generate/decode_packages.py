@@ -1,4 +1,5 @@
-"""Compiled decode steps in the user's cache: one package per model architecture, dtype, torch version and CPU.
+"""Packages of compiled decoding code in the user's cache folder: one per model architecture, dtype, torch version
+and CPU.
 
 A package contains native code, so it is read only from a folder that no other user can write to, never from a
 model folder. It contains no weights. AOTInductor compiles the code:
@@ -62,31 +63,33 @@ from dunes.tree.summary import stable_repr
 
 PACKAGE, CARD, CHOSEN, FORMAT = "native.so", "package.json", "chosen-", 7
 FILES = {1: PACKAGE, FEW: "native-few.so", TEXT: "native-text.so", ROWS: "native-rows.so"}
-"""Names of native code files by number of tokens. All packages have the first file; some also have a file for FEW
-tokens, for the start of a text (TEXT), or for a token in each of several rows (ROWS)."""
+"""File names of native code by number of tokens; TEXT is the start of a text, ROWS a token in each of several
+rows. Only the first file is required. If only one block per form is compiled, the files in HEADS replace the first
+two files."""
 HEADS = {1: "native-head.so", FEW: "native-few-head.so"}
-"""Names of the heads' files in packages where blocks of one form are compiled once; see `_layer_file`."""
+"""File names of the head in packages where only one block per form is compiled; see `_layer_file`."""
 LAYERS_OF_A_FORM = 8
-"""Minimum mean number of blocks per form for compiling each form only once. Compiling one more form takes as long
-as compiling seven more blocks in one file."""
+"""Only one block per form (set of blocks of equal structure) is compiled if forms have at least this many blocks
+on average. Compiling one more form takes as long as compiling seven more blocks in one file."""
 LAYER_PARAMETERS = 2_000_000
-"""Minimum mean number of linear parameters per block for compiling each form only once. Calls dominate the time of
-smaller blocks."""
+"""Only one block per form is compiled if blocks have at least this many parameters in linear layers on average. In
+smaller blocks, the calls of native code would dominate the time."""
 TEXT_OPTIONS: dict[str, Any] = {"aot_inductor.package_constants_in_so": False, "cpp.dynamic_threads": True}
 ROW_OPTIONS = TEXT_OPTIONS | {"realize_reads_threshold": 1, "score_fusion_memory_threshold": 1}
 OPTIONS = ROW_OPTIONS | {
     "aot_inductor.allow_stack_allocation": True,
     "cpp.enable_floating_point_contract_flag": "fast",
 }
-"""Inductor's options for a step: code without weights, for any number of threads, that computes each norm once.
+"""Inductor's options for a step. The code has no weights, runs with any number of threads, and computes each norm
+once.
 
-Buffers of up to ten times Inductor's limit are on the stack, since allocating some hundred tensors would take a
-seventh of a step's time at ten million parameters.
+Buffers of up to ten times Inductor's default limit are on the stack. With ten million parameters, allocating some
+hundred tensors instead would take a seventh of the time of a token.
 """
 TOLERANCE = {torch.bfloat16: 2e-1, torch.float16: 2e-2, torch.float32: 1e-4}
-"""Maximum error of a step's logits, as a fraction of the largest logit, by the dtype of its matrices."""
+"""Maximum error of a step's logits, as a fraction of the largest logit, by the dtype of the step's matrices."""
 GREEDY_TOKENS = 64
-"""Number of tokens that the model and a float16 step generate for comparison."""
+"""Number of tokens that the model and a half-precision step generate for comparison."""
 TIMED = 30
 """Number of one-token timings per step; the smallest time counts."""
 CHECKED = 6
@@ -99,8 +102,8 @@ SOURCES = "parts/*.py", "ops/*.py", "augment/*.py", "generate/decode_graph.py"
 def load_step(model: nn.Module, dtype: torch.dtype | None = None) -> CompiledStep | None:
     """The compiled step of this model; None if there is no package or, with a warning, if the package is unusable.
 
-    The step's matrices have this dtype, by default the dtype that `compile_step` chose for these weights. If no
-    package with the chosen dtype exists, the weights' own dtype is used.
+    The step's matrices have `dtype`, by default the dtype that `compile_step` recorded for these weights. If no
+    package with the recorded dtype exists, the weights' own dtype is used.
     """
     try:
         if not packages_folder().is_dir() or (dtype or _dtype(model)) not in _dtypes(model):
@@ -156,14 +159,15 @@ def _files() -> dict[Path, int]:
 def compile_step(
     model: nn.Module, context_length: int, dtype: torch.dtype | None = None, whole: bool = False
 ) -> tuple[Path, torch.dtype]:
-    """Compile the package that `load_step` will choose, unless the package exists; returns its folder and dtype.
+    """Compile the package that `load_step` loads, unless it exists; returns the package's folder and dtype.
 
-    The default dtype is recorded for these weights. Without a record, float32 matrices are rounded to the faster
-    of bfloat16 and float16 for which greedy decoding gives the same ids. Steps for FEW tokens, for the start of a
-    text and for several rows are added if the model supports them. If many large blocks have the same form, only
-    one block and the head are compiled, for one token and for FEW. With `whole`, the complete model is compiled,
-    so that the files run without the model's modules. Raises ValueError with the reason if the step cannot be
-    exported or compiled, if it does not support the dtype, or if no C++ compiler exists.
+    By default, `dtype` is the dtype recorded for these weights. Without a record, float32 matrices are rounded to
+    bfloat16 or float16, whichever is faster, provided that greedy decoding gives the same ids. The chosen dtype is
+    recorded. Steps for FEW tokens, for the start of a text and for several rows are added if the model supports
+    them. If many large blocks have the same structure, only the head and one block of each structure are compiled,
+    for one token and for FEW tokens. With `whole`, the complete model is compiled, so that the files run without
+    the model's modules. Raises ValueError with the reason if the step cannot be exported or compiled, if it does
+    not support the dtype, or if no C++ compiler exists.
     """
     check_step(model, dtype)
     folder = _folder(model)
@@ -179,8 +183,8 @@ def compile_step(
 
 
 def _choose_dtype(model: nn.Module, context_length: int) -> torch.dtype:
-    """The fastest half precision in which float32 matrices give equal greedy ids, if any, else the model's
-    dtype."""
+    """The fastest half-precision dtype in which a float32 model generates the same greedy ids; else the model's
+    own dtype."""
     own, steps = _dtype(model), dict[torch.dtype, CompiledStep]()
     for half in [d for d in TOLERANCE if d != own] if own == torch.float32 else []:
         with suppress(ValueError):  # weights may be too large for float16
@@ -192,7 +196,8 @@ def _choose_dtype(model: nn.Module, context_length: int) -> torch.dtype:
 
 
 def _fastest(steps: Mapping[torch.dtype, CompiledStep]) -> torch.dtype:
-    """The dtype whose step takes the least processor time for a token; the steps run in turn."""
+    """The dtype whose step takes the least processor time for a token; each round of timings runs every step
+    once."""
 
     def seconds(step: CompiledStep) -> float:
         step.example.truncate(torch.tensor([CHECKED - 1]))
@@ -247,8 +252,8 @@ def _add(model: nn.Module, dtype: torch.dtype, package: Path, tokens: int, whole
 
 
 def check_step(model: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Raise ValueError for an unsupported dtype, and for a model that is no Decoder, is not on the CPU, has hooks,
-    or needs its entire text for each token."""
+    """Raise ValueError for an unsupported dtype, and for a model that is no Decoder, is not on the CPU, has hooks
+    or a recurrent state, or needs its entire text for each token."""
     DecodeGraph(model)
     if cache_for(model, 1, 1) is None:
         raise ValueError("the model may mix tokens, so each token needs a forward over the whole text")
@@ -295,8 +300,8 @@ def _dtype(model: nn.Module) -> torch.dtype:
 
 
 def _dtypes(model: nn.Module) -> list[torch.dtype]:
-    """Supported dtypes of a step's matrices, the model's own last; empty for a model with hooks or not on the
-    CPU."""
+    """Supported dtypes of a step's matrices; the model's own dtype is the last. Empty for a model with hooks or
+    not on the CPU."""
     if next(model.parameters()).device.type != "cpu" or has_hooks(model):
         return []
     return [*TOLERANCE] if _dtype(model) == torch.float32 else [d for d in TOLERANCE if d == _dtype(model)]
@@ -312,8 +317,8 @@ def _read_choice(model: nn.Module, folder: Path) -> torch.dtype | None:
 def _record(model: nn.Module, folder: Path) -> Path:
     """The file that records the dtype chosen for these weights.
 
-    The file name is a digest of a sample of each tensor's 8-byte words and of the sum of all words. Computing the
-    name takes as long as reading the weights.
+    The file name is a digest of each tensor's name, of the sum of its 8-byte words, and of a sample of these
+    words. Computing the name takes as long as reading the weights.
     """
     digest = sha256()
     for name, tensor in sorted(step_weights(model, _dtype(model)).items()):
@@ -325,7 +330,7 @@ def _record(model: nn.Module, folder: Path) -> Path:
 
 
 def _folder(model: nn.Module) -> Path:
-    """The folder of a model's packages, named by a digest of everything that its compiled code depends on."""
+    """The folder of a model's packages, named by a digest of everything that the compiled code depends on."""
     package, files = Path(dunes.__file__).parent, set[str]()
     modules, tensors = _structure(model, files)
     files.update(str(file) for pattern in SOURCES for file in package.glob(pattern))
@@ -337,7 +342,8 @@ def _folder(model: nn.Module) -> Path:
 
 
 def _structure(model: nn.Module, files: set[str]) -> tuple[list[Any], list[Any]]:
-    """The modules and the tensors that a module's compiled code depends on; adds their source files to `files`."""
+    """The modules and tensors that a model's compiled code depends on; adds the modules' source files to
+    `files`."""
     internal, modules = vars(nn.Module()), []
     for place, module in model.named_modules():
         files.add(_source_file(type(module)))
@@ -347,7 +353,7 @@ def _structure(model: nn.Module, files: set[str]) -> tuple[list[Any], list[Any]]
 
 
 def layer_forms(model: nn.Module) -> list[int]:
-    """Per block, the index of the first block of equal structure; empty if they are compiled in one file."""
+    """Per block, the index of the first block of equal structure; empty if all blocks are compiled in one file."""
     in_order = any(getattr(m, "depends_on_order", False) for m in model.modules())
     blocks = [*model.blocks] if isinstance(model, Decoder) and not in_order else []
     texts = [repr(_structure(block, set())) for block in blocks]
@@ -370,7 +376,7 @@ def _source_file(module: type[nn.Module]) -> str:
 
 
 def _describe(value: Any, files: set[str], depth: int = 4) -> str:
-    """Describe everything in an attribute that may affect traced code; adds its source files to `files`."""
+    """Describe everything in an attribute that may affect traced code; adds source files to `files`."""
     if isinstance(value, Tensor | nn.Module):
         return type(value).__qualname__
     if not depth:
@@ -405,7 +411,8 @@ def _bind(model: nn.Module, package: Path, names: Collection[str], dtype: torch.
 def bind_step(
     model: nn.Module, files: Mapping[int, tuple[Path, Mapping[str, Tensor]]], dtype: torch.dtype
 ) -> CompiledStep:
-    """The compiled step from these files and weights. Raises ValueError if its logits differ from the model's."""
+    """The compiled step from these files and weights. Raises ValueError if the step's logits differ from the
+    model's."""
     step = CompiledStep({n: _load(model, *file) for n, file in files.items()}, dtype)
     cache, own = _check_tokens(model)
     step.state, step.example = model_state(model), cache
@@ -418,7 +425,7 @@ def bind_step(
         used.truncate(torch.tensor(lengths))
         for tensor in used.keys + used.values:
             for row, length in zip(tensor, lengths, strict=True):
-                row[:, length : length + len(ids) // len(lengths)] = torch.nan  # the step must overwrite NaN
+                row[:, length : length + len(ids) // len(lengths)] = torch.nan  # NaN that the step must overwrite
         with torch.autocast("cpu", enabled=False):
             scores = attempt("a compiled step cannot be run", partial(_run(step, n), ids, used))
         logits = torch.stack([s.logits for s in scores])
@@ -428,7 +435,7 @@ def bind_step(
 
 
 def _load(model: nn.Module, file: Path, weights: Mapping[str, Tensor]) -> Run:
-    """The code in a file of FILES, or the joined code of a head in HEADS and of its blocks."""
+    """The code in a file of FILES; for a head in HEADS, the joined code of blocks and head."""
     (run,), firsts = load_native(file, weights), layer_forms(model)
     if file.name not in HEADS.values():
         return run
@@ -442,7 +449,7 @@ def _load(model: nn.Module, file: Path, weights: Mapping[str, Tensor]) -> Run:
 
 
 def _run(step: CompiledStep, tokens: int) -> Callable[[list[int], Cache], list[Scores]]:
-    """The step's method for this number of tokens; for ROWS, the ids are one per row."""
+    """The step's method for this number of tokens; for ROWS, it takes one id per row."""
     rows = lambda ids, cache: [*step.read_rows(dict(enumerate(ids)), cache).values()]
     return {TEXT: step.read_text, ROWS: rows}.get(tokens, step)
 
@@ -455,9 +462,9 @@ def require_close(subject: str, difference: Tensor, expected: Tensor, dtype: tor
 
 
 def _check_tokens(model: nn.Module) -> tuple[Cache, Tensor]:
-    """A cache of 8 slots with the tokens CHECKED, ..., 2, 1, and the logits (FEW, V) after the last FEW of them.
+    """A cache of 8 slots with the tokens CHECKED, ..., 2, 1, and the logits (FEW, V) after the last FEW tokens.
 
-    The tokens differ if the vocabulary is large enough.
+    The tokens are distinct if the vocabulary is large enough.
     """
     cache = cache_for(model, 1, 8)
     assert cache is not None, "check_step refuses others"
@@ -467,10 +474,10 @@ def _check_tokens(model: nn.Module) -> tuple[Cache, Tensor]:
 
 
 def _exact_logits(model: nn.Module, cache: Cache) -> Tensor:
-    """Logits of `_check_tokens` with float32 activations; also writes its keys and values into the cache.
+    """Logits of `_check_tokens` with float32 activations; also writes the keys and values into `cache`.
 
-    A compiled step's activations are also float32. With bfloat16 activations, a published model's logits can
-    change by more than the largest logit.
+    A compiled step's activations are also float32. With bfloat16 activations, the error of a published model's
+    logits can exceed the largest logit.
     """
     with in_float32(model):
         exact, logits = _check_tokens(model)
@@ -493,11 +500,11 @@ def compile_graph(
     from torch._inductor.utils import fresh_cache
 
     limit = replace_attribute(wrapper, "MAX_STACK_ALLOCATION_SIZE", STACK)
-    # Inductor registers its backends once per process; they are registered here, before one is replaced.
+    # Inductor's backends, registered once per process, must be registered before one of them is replaced.
     common.init_backend_registration()
     cpu = common.device_codegens["cpu"]
     writer = replace_attribute(cpu, "cpp_wrapper_codegen", wrapper.CppWrapperCpuArrayRef)
-    # Other processes may write the same names into the usual cache; the compiler accepts no spaces in `path`.
+    # In a temporary folder: other processes may use the usual cache; the compiler accepts no spaces in `path`.
     with (
         TemporaryDirectory() as folder,
         fresh_cache(dir=folder),
@@ -551,7 +558,8 @@ def buffers_unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def export_graph(export: Callable[[], torch.export.ExportedProgram]) -> torch.export.ExportedProgram:
-    """The graph that `export` returns. Raises ValueError if `export` fails, or if the graph has constants."""
+    """The graph that `export` returns. Raises ValueError if `export` fails, or if forward makes a constant
+    tensor."""
     graph = attempt("torch cannot export this model", export)
     if constants := graph.graph_signature.lifted_tensor_constants:
         raise ValueError(f"{constants[0]}: a tensor made in forward; register it as a buffer")

@@ -1,4 +1,5 @@
-"""A KV cache that records its ids; of a new text, only the ids after the common prefix are evaluated.
+"""A KV cache that records the ids of its tokens: of a new text, only the ids after the common prefix are
+evaluated.
 
 Long texts are prefilled in pieces; between two pieces, other work can run, or the request can be cancelled.
 """
@@ -26,24 +27,25 @@ from dunes.parts import Cache, CacheFormat, cache_for, vocabulary_size
 CHUNK = 2048
 """Maximum tokens of a prompt per forward. Shorter chunks are not faster, and longer chunks take more memory."""
 MAX_STEPPED = 16
-"""Maximum number of new ids for which compiled code for FEW tokens runs instead of a forward. Code and forward
+"""Compiled code for FEW tokens evaluates up to this many new ids; a forward evaluates more ids. Code and forward
 take equally long at 16 to 28 ids with 10M parameters, 13 to 16 with 124M, 15 with 1B."""
 IN_FLOAT32 = 8
-"""`MAX_STEPPED` for float32 matrices. Code and forward take equally long at 16 ids with 10M parameters, 9 with
-124M, 10 with 1B."""
+"""`MAX_STEPPED` for float32 matrices. Compiled code and a forward take equally long at 16 ids with
+10M parameters, at 9 with 124M, and at 10 with 1B."""
 PADDED = 8
 """Up to this many tokens of padding per row, batching rows is cheaper than copying a row's KV cache."""
 
 Activate = Callable[[Sequence[str | None]], AbstractContextManager[None]]
-"""A function of `names`; inside the context that it returns, row i of a forward uses the adapter `names[i]`."""
+"""Returns a context manager for adapter names; inside, row i of a forward uses the adapter `names[i]`."""
 
 
 class PrefixCache:
-    """The KV cache of a model and the ids in each of its rows. The model's weights must not change.
+    """The KV cache of a model and the ids in each of its rows. If the model's weights change, the cached values
+    are wrong.
 
     `activate(names)` returns a context manager in which row i of a forward uses the adapter `names[i]`; by default
     all rows use the model's active adapter. `step`, if set, computes a few new tokens of a single row, or one
-    token of each of several rows. `format` quantizes keys and values; with it, `step` is not used.
+    token of each of several rows. `format` quantizes keys and values; with a `format`, `step` is not used.
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class PrefixCache:
     def scores(self, text: Sequence[int], last: int = 1) -> list[Scores] | None:
         """The compiled step's scores of the next token after each of the text's final `last` ids.
 
-        None if the step cannot be used here, or if a forward over the new ids is faster.
+        None if no step can be used, or if a forward over the new ids is faster.
         """
         cached, step, cache = self.ids[0], self.step, self.cache
         if step is None or cache is None or len(self.ids) > 1 or torch.is_autocast_enabled("cpu"):
@@ -139,9 +141,9 @@ class PrefixCache:
         return scores[-last:]
 
     def row_scores(self, texts: Mapping[int, Sequence[int]]) -> dict[int, Scores] | None:
-        """The compiled step's scores of the next token after these rows' texts.
+        """The compiled step's scores of the next token after each text, by row.
 
-        None if more than the last id of a text is not cached, or if the step cannot be used here.
+        None if no step can be used, or if an id before a text's last id is not cached.
         """
         step, cache = self.step, self.cache
         if step is None or not step.reads_rows or cache is None or torch.is_autocast_enabled("cpu"):
@@ -159,7 +161,7 @@ class PrefixCache:
         self.forwards += 1
         if any(math.isnan(s.log_sum) for s in scores.values()):
             for tensor in cache.keys + cache.values:
-                tensor.nan_to_num_()  # an attention weight of 0 does not hide NaN
+                tensor.nan_to_num_()  # masked attention weights are 0, but 0 * NaN is NaN
             return None
         for i, text in texts.items():
             self.ids[i], self.vocab = [*cached[i], text[-1]], len(scores[i].logits)
@@ -174,7 +176,8 @@ class PrefixCache:
     def _step_fits(self, common: int, step: CompiledStep, cache: Cache) -> bool:
         """True if the step can continue after the `common` cached ids or, if `common` is 0, start a text.
 
-        The step has to match the model's present state and the cache's dtypes. No row may have an adapter.
+        False if the step does not match the model's present state and the cache's dtypes, or if a row has an
+        adapter.
         """
         if self.format or any(self.adapters) or (not common and step.most(cache, 0) == 1):
             return False
@@ -254,7 +257,8 @@ def check_ids(vocab: int | None, texts: Iterable[Sequence[int]]) -> None:
 
 
 def common_length(cached: Sequence[int], ids: Sequence[int], last: int) -> int:
-    """Length of the common prefix of `cached` and `ids`, without the last `last` ids, whose logits are needed."""
+    """Length of the common prefix of `cached` and `ids`, at most `len(ids) - last`, since the logits after the
+    `last` final ids are needed."""
     equal, most = 0, min(len(cached), len(ids) - last)
     if (cached if most == len(cached) else cached[:most]) == ids[:most]:  # the usual case
         return max(most, 0)
@@ -282,7 +286,7 @@ class PieceReader:
     def read(self, cache: PrefixCache, row: int, text: Sequence[int]) -> Iterator[None]:
         """Prefill all but the last piece of a text into a row, and yield before each piece.
 
-        The cache needs room for the text. A model that mixes tokens has no cache, so nothing is prefilled for it.
+        The caller reserves room for the text in the cache. For a model without a KV cache, nothing is prefilled.
         """
         while cache.cache is not None:
             cached = common_length(cache.ids[row], text, 1)

@@ -1,7 +1,7 @@
 """From logits to the next id: processors change the logits, then a choice selects an id.
 
-A sampling rule is a function and an annotated field of `SamplingOptions`, from which the command, the servers and
-the evaluation read the rule. Importing this module does not import torch.
+A sampling rule is a function and an annotated field of `SamplingOptions`. The command, the servers and the
+evaluation read the rules from these fields. Importing this module does not import torch.
 """
 
 # Shapes: V vocabulary.
@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LARGEST_TEMPERATURE = 1e37
-"""Temperatures are clamped to the range [1 / this, this], so that logits divided by them fit into float32."""
+"""Temperatures are clamped to [1 / LARGEST_TEMPERATURE, LARGEST_TEMPERATURE], so that divided logits fit into
+float32."""
 LARGEST_PENALTY = 1e30
-"""Penalties are clamped to the range [1 / this, this], so that penalised logits fit into float32."""
+"""Penalties are clamped to [1 / LARGEST_PENALTY, LARGEST_PENALTY], so that penalised logits fit into float32."""
 
 Processor = Callable[["Tensor", Sequence[int]], "Tensor"]
 """(logits (V,), ids so far) -> changed logits of all ids (V,), or of the first ids only; -inf excludes an id."""
@@ -48,8 +49,8 @@ def greedy(logits: Tensor) -> Tensor:
 def draw(seed: int) -> Choice:
     """A choice that samples from the probabilities with its own random generator. Seeds are taken modulo 2^64.
 
-    The choice looks up one random number in the cumulative probabilities, which takes a quarter of the time of
-    `torch.multinomial` for 4,096 ids. The choice raises ValueError if logits are NaN or all ids are excluded.
+    The choice looks up one random number in the cumulative probabilities. For 4,096 ids, this takes a quarter of
+    the time of `torch.multinomial`. The choice raises ValueError if logits are NaN or all ids are excluded.
     """
     import torch
 
@@ -58,12 +59,12 @@ def draw(seed: int) -> Choice:
     def choose(logits: Tensor) -> Tensor:
         if not generators:
             generators.append(torch.Generator(logits.device).manual_seed(seed % 2**64))
-        dtype = torch.float32 if logits.device.type == "mps" else torch.float64  # which MPS does not have
+        dtype = torch.float32 if logits.device.type == "mps" else torch.float64  # MPS has no float64
         sums = logits.softmax(-1).cumsum(-1, dtype=dtype)
         if not bool(sums[-1] > 0):
             raise ValueError("sampling: no id can be drawn, since the logits have NaN or exclude all ids")
         point = torch.rand((), generator=generators[0], dtype=dtype, device=logits.device) * sums[-1]
-        # A point that is rounded up to the total would be after the last possible id.
+        # If `point` is rounded up to the total, the first search would return an index after the last possible id.
         return torch.minimum(torch.searchsorted(sums, point, right=True), torch.searchsorted(sums, sums[-1]))
 
     return choose
@@ -71,7 +72,8 @@ def draw(seed: int) -> Choice:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Applies processors in order, then chooses an id. Each request that samples needs its own sampler."""
+    """Applies processors in order, then chooses an id. Requests that sample need separate samplers, since each has
+    a random generator."""
 
     processors: tuple[Processor, ...] = ()
     choose: Choice = greedy
@@ -89,11 +91,11 @@ class Sampler:
 
     def returns_best(self, best: int) -> bool:
         """True if the next id is certainly `best`, the first id with the highest logit."""
-        is_greedy = type(self) is Sampler and self.choose is greedy  # a subclass may process logits otherwise
+        is_greedy = type(self) is Sampler and self.choose is greedy  # a subclass may process logits in its own way
         return is_greedy and all(_preserves(processor, best) for processor in self.processors)
 
     def after(self, *processors: Processor) -> Sampler:
-        """A sampler that applies these processors before those of this sampler."""
+        """A sampler that applies these processors first, then the processors of this sampler."""
         return Sampler((*processors, *self.processors), self.choose)
 
 
@@ -120,7 +122,7 @@ def penalise(penalty: float, last: int, logits: Tensor, ids: Sequence[int]) -> T
 
 
 def scale_logits(temperature: float, logits: Tensor, ids: Sequence[int]) -> Tensor:
-    """Subtract the largest logit, then divide by the temperature, so that the largest is 0 at any temperature."""
+    """Subtract the largest logit, then divide by the temperature, so that the largest result is always 0."""
     return (logits - logits.amax()) / min(max(temperature, 1 / LARGEST_TEMPERATURE), LARGEST_TEMPERATURE)
 
 
@@ -133,10 +135,10 @@ def keep_top_k(k: int, logits: Tensor, ids: Sequence[int]) -> Tensor:
 
 
 def keep_top_p(p: float, logits: Tensor, ids: Sequence[int]) -> Tensor:
-    """Keep the fewest ids that reach the cumulative probability `p`."""
+    """Keep the most probable ids, as few as reach a total probability of `p` (nucleus sampling)."""
     sorted_logits, order = logits.sort(descending=True, stable=True)
     probs = sorted_logits.softmax(-1)
-    surplus = probs.cumsum(-1) - probs >= p  # the ids before it already reach p
+    surplus = probs.cumsum(-1) - probs >= p  # more probable ids already reach p
     surplus[0] = False  # in case p rounds to 0 in float32
     return logits.masked_fill(surplus.scatter(-1, order, surplus), -math.inf)
 
@@ -148,8 +150,8 @@ def keep_min_p(p: float, logits: Tensor, ids: Sequence[int]) -> Tensor:
 
 
 def keep_typical_p(p: float, logits: Tensor, ids: Sequence[int]) -> Tensor:
-    """Keep the fewest ids that reach the cumulative probability `p`, of those whose negative log-probability is
-    closest to its mean, the entropy: https://arxiv.org/abs/2202.00666
+    """Keep the ids whose negative log-probability is closest to the entropy, as few as reach a total probability
+    of `p` (locally typical sampling): https://arxiv.org/abs/2202.00666
     """
     logprobs = logits.log_softmax(-1)
     entropy = -(logprobs * logprobs.exp()).nansum(-1)
@@ -160,7 +162,7 @@ def keep_typical_p(p: float, logits: Tensor, ids: Sequence[int]) -> Tensor:
 
 
 ABOVE_0, FINITE, COUNT = sys.float_info.min, sys.float_info.max, (-1, 2**31)
-"""ABOVE_0, a minimum that excludes 0, is the smallest normal number, since training flushes denormals to 0."""
+"""ABOVE_0 is a minimum that excludes 0: the smallest normal number, since training flushes denormals to 0."""
 
 
 @dataclass(frozen=True)
@@ -168,16 +170,17 @@ class Rule:
     """A sampling setting: its function on logits, its range, and its names in requests to servers."""
 
     process: Callable[..., Tensor] | None
-    """A function whose last two arguments are a processor's; None for an argument of another rule."""
+    """Changes logits; called with this setting, the `further` settings, logits and ids. None for a setting that is
+    only an argument of another rule's `process`."""
     neutral: float
     """The value that leaves the logits unchanged."""
     bounds: tuple[float, float]
     """Minimum and maximum."""
     expected: str
     requests: tuple[float, float] = COUNT
-    """Minimum and maximum in requests; a value below `bounds` is raised to their minimum."""
+    """Minimum and maximum in requests; a value below `bounds` is raised to the minimum of `bounds`."""
     names: tuple[str, ...] = ()
-    """Further names in requests; replies use the first of them."""
+    """Further names of the setting in requests; replies use the first of these names."""
     further: tuple[str, ...] = ()
     """Other settings that are arguments of `process`."""
     raw: bool = False
@@ -205,11 +208,11 @@ class SamplingOptions:  # temperature, filters and penalty of sampling, and the 
     top_p: Annotated[float | None, P, Rule(keep_top_p, 1.0, (ABOVE_0, 1), "a probability above 0", (0, 1))] = None
     """Sample from the most probable tokens whose probabilities add up to P."""
     min_p: Annotated[float | None, P, Rule(keep_min_p, 0.0, (0, 1), "a probability", (0, 1))] = None
-    """Sample from tokens with at least P times the probability of the most probable one."""
+    """Sample from tokens with at least P times the probability of the most probable token."""
     typical_p: Annotated[
         float | None, P, Rule(keep_typical_p, 1.0, (ABOVE_0, 1), "a probability above 0", (0, 1))
     ] = None
-    """Sample from the tokens with information content closest to its mean, up to a total probability of P."""
+    """Sample from the tokens with log-probabilities closest to their mean, up to a total probability of P."""
     repetition_penalty: Annotated[
         float,
         Rule(penalise, 1.0, (ABOVE_0, FINITE), "a finite number above 0", (1e-3, 1e3), *REPETITION, raw=True),
@@ -235,13 +238,14 @@ RULES = {
     for rule in getattr(hint, "__metadata__", ())
     if isinstance(rule, Rule)
 }
-"""The rules by setting. Raw rules are applied first, then the others in this order."""
+"""The rules by setting. Raw rules are applied first, then the other rules in this order."""
 
 
 def sampler(temperature: float = 1.0, *, seed: int = 0, **settings: float | None) -> Sampler:
     """A sampler with these settings, named as in `SamplingOptions`. Missing settings and None have no effect.
 
-    Temperature 0 means greedy decoding. Raises KeyError for an unknown setting, ValueError for one out of range.
+    Temperature 0 means greedy decoding. Raises KeyError for an unknown setting, ValueError for a value out of
+    range.
     """
     given = {name: value for name, value in settings.items() if value is not None}
     values = {name: rule.neutral for name, rule in RULES.items()} | {"temperature": temperature, **given}

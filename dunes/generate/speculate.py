@@ -33,8 +33,8 @@ def look_up(
 ) -> Proposal:
     """Propose the ids after the last earlier occurrence of the text's longest repeated suffix (prompt lookup).
 
-    The suffix has `shortest` to `longest` ids. A proposal shorter than `count` ids is repeated up to `count`. Ids
-    must be below 0x110000.
+    The suffix has `shortest` to `longest` ids. A shorter proposal is repeated until it has `count` ids. Raises
+    ValueError for ids of 0x110000 or more, the limit of `chr`.
     """
     text = "".join(map(chr, ids))  # string search is fast
     length, position = last_match(text, text[max(0, len(text) - longest) :])
@@ -42,7 +42,7 @@ def look_up(
 
 
 def check_rewinds(model: nn.Module) -> None:
-    """Raise ValueError for a model that cannot take back the ids of a rejected proposal."""
+    """Raise ValueError for a model whose recurrent state cannot drop the ids of a rejected proposal."""
     if name := recurrent_part(model):
         raise ValueError(
             f"{name} has a recurrent state, which would be computed again after each rejected proposal; "
@@ -53,8 +53,8 @@ def check_rewinds(model: nn.Module) -> None:
 class DraftModel:
     """Proposes ids that a smaller model with the same vocabulary generates with the text's sampler.
 
-    Texts that are generated at the same time need one DraftModel each, since a DraftModel caches the keys and
-    values of its text.
+    Texts that are generated at the same time need separate draft models, since a draft model caches the keys and
+    values of one text.
     """
 
     def __init__(self, model: nn.Module, context_length: int, count: int = 4) -> None:
@@ -63,7 +63,7 @@ class DraftModel:
     def __call__(self, ids: Sequence[int], limit: int, sample: Sampler) -> Proposal:
         half = max(1, self.context_length // 2)
         count = min(self.count, limit, self.context_length - half)
-        # A window that shifts with each id would be evaluated from its start each time.
+        # The window shifts by half its length, since each shift evaluates the entire window again.
         start = -(-max(0, len(ids) + count - self.context_length) // half) * half
         self.cache.reserve(min(self.context_length, 1 << (len(ids) + count).bit_length()))
         text, probs = list(ids), []
@@ -75,7 +75,7 @@ class DraftModel:
 
 
 def first_proposal(*proposers: Proposer) -> Proposer:
-    """A proposer that calls these proposers in order until one proposes an id."""
+    """A proposer that calls these proposers in order until a proposal has an id."""
 
     def propose(ids: Sequence[int], limit: int, sample: Sampler) -> Proposal:
         return next((p for proposer in proposers if (p := proposer(ids, limit, sample)).ids), Proposal())

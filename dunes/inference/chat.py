@@ -1,4 +1,4 @@
-"""Chat with a model in the format of its chat template, and with several adapters on one base model.
+"""Chat in the format of a model's chat template, also with several adapters on one base model.
 
 `ChatEngine.answer` streams an answer; `Chat` is one conversation; `run` reads lines and writes answers.
 """
@@ -41,7 +41,7 @@ from dunes.units import plural
 NONE = "none"
 """Name of the chat model without an adapter folder. Adapters in a model folder are part of the model."""
 ROOM = 4
-"""Truncating a conversation leaves room for `max_tokens` tokens, but for at most 1/ROOM of the context."""
+"""A truncated conversation leaves 1/ROOM of the context length for the answer, or `max_tokens` if that is less."""
 
 
 class NoTemplate(ValueError):
@@ -50,8 +50,8 @@ class NoTemplate(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class ChatModel:
-    """A model for chat: `loaded` is the model, `adapter` the name of the adapter to use (None for the base model
-    alone), and `place` the folder of the adapter or model."""
+    """A model for chat. `loaded` is the model. `adapter` is the name of the adapter to use (None for the base
+    model alone). `place` is the folder of the adapter or model."""
 
     place: Path
     adapter: str | None
@@ -125,7 +125,7 @@ class ChatEngine:
     def answer(
         self, talk: Conversation, sample: Sampler, max_tokens: int, name: str | None = None
     ) -> Iterator[str]:
-        """Stream the model's answer: at most `max_tokens` tokens, and no more than still fit into the context.
+        """Stream the model's answer, up to `max_tokens` tokens or the end of the context.
 
         Answers of several adapters may be streamed alternately. Raises ValueError for a conversation that the
         template does not support, or that is too long.
@@ -171,7 +171,7 @@ def load_chat_engine(
 ) -> ChatEngine:
     """Load a model once, from a folder or the Hub, with these adapters on it; the first adapter is the default.
 
-    With `compiles` and without `adapters`, a step for decoding is compiled in the background; with a cache
+    With `compiles` and without `adapters`, a step for decoding is compiled in the background. With a cache
     `format`, no step is used. Before anything is loaded, raises ValueError for a folder that is not an adapter,
     for two adapters of the same name, and for adapters trained on differently quantized bases. Without `any_base`,
     also raises ValueError for adapters of another base.
@@ -263,7 +263,8 @@ class Chat:
         self.name = name
 
     def say(self, text: str) -> Generator[str, None, None]:
-        """Stream the answer to `text`. Both texts join the conversation, even if the caller stops early."""
+        """Stream the answer to `text`. Unless the answer is empty, both texts are added to the conversation, even
+        if the caller stops early."""
         before = [] if self.engine.chat_model(self.name).single_turn else self.talk
         system, self.pending = self._system(), text
         talk = (*system, *before, Turn("user", text))
@@ -316,8 +317,8 @@ class Chat:
         return [Turn("system", self.system)] if self.system else []
 
     def command(self, line: str) -> bool:
-        """Execute a line that starts with /; returns False at the chat's end. Raises ValueError for an invalid
-        line."""
+        """Execute a line that starts with /; returns False if the line ends the chat. Raises ValueError for an
+        invalid line."""
         word, _, rest = line.partition(" ")
         if word == "/quit":
             return False
@@ -365,7 +366,7 @@ def run(chat: Chat, lines: Iterable[str], write: Callable[[str], None], interact
 
 
 def answer(chat: Chat, text: Generator[str, None, None], write: Callable[[str], None]) -> None:
-    """Write the answer and a newline; Ctrl-C stops the answer, and its text so far stays in the conversation."""
+    """Write the answer and a newline. Ctrl-C stops the answer; the conversation keeps its text so far."""
     length = 0
     with closing(text) as pieces:
         try:
@@ -380,7 +381,7 @@ def answer(chat: Chat, text: Generator[str, None, None], write: Callable[[str], 
 
 
 def start_compiling(folder: Path) -> subprocess.Popen[bytes]:
-    """Compile the step of a model folder in a low-priority process that outlives this one."""
+    """Compile the step of a model folder in a low-priority process that may outlive this one."""
     trust = ["--trust-code"] * cards_trusted()
     command, environment = python_command("-m", "dunes", "compile", str(folder), *trust)
     quiet: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)

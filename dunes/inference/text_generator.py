@@ -72,7 +72,7 @@ class TextGenerator:
         until: Sequence[str] = (),
         **options: Any,
     ) -> Generator[Piece, None, None]:
-        """Yield a piece for each token of one request (with `options`); closing the generator cancels the rest."""
+        """Yield a piece per token of one request (`options` as for `request`); closing the generator stops it."""
         stream = DecodeStream(self.tokenizer)
         for (token,) in self.tokens([self.request(prompt, max_tokens, sample, **options)], until):
             assert token is not None, "generation ends with its only row"
@@ -92,7 +92,7 @@ class TextGenerator:
         alternatives: int = 0,
         proposer: Proposer | None = None,
     ) -> Request:
-        """A request for ids of the tokenizer's vocabulary; by default, greedy and up to the tokenizer's stops."""
+        """A request limited to the tokenizer's ids; by default, it is greedy and ends at the tokenizer's stops."""
         sample = (sample or Sampler()).after(partial(limit_vocab, self.tokenizer.vocab))
         if ranks.count() > 1:
             sample = sample.after(lambda logits, ids: ranks.broadcast_tensor(logits))
@@ -102,7 +102,7 @@ class TextGenerator:
     def tokens(
         self, requests: Sequence[Request | None], until: Sequence[str] = ()
     ) -> Iterator[list[Token | None]]:
-        """Yield the rows of `generate_all` for these requests; a cache of as many rows is reused.
+        """Yield the rows of `generate_all` for these requests; a cache with the same number of rows is reused.
 
         Each text also ends with the token that completes one of the strings in `until`; empty strings are ignored.
         """
@@ -126,7 +126,8 @@ class TextGenerator:
             cache.step = step if verifies or not proposes else None
 
     def proposer(self, lookup: bool, draft: LoadedModel | None) -> Proposer | None:
-        """A proposer for one text at a time: prompt lookup first, then the draft model; None without both.
+        """A proposer for one text at a time: prompt lookup or, if it proposes nothing, the draft model. None if
+        neither is given.
 
         Raises ValueError for a draft with another vocabulary.
         """
@@ -139,12 +140,12 @@ class TextGenerator:
         return first_proposal(*proposers) if proposers else None
 
     def describe_forwards(self, tokens: int) -> str:
-        """The number of forwards that computed these tokens, and tokens per forward."""
+        """The number of forward passes in which `tokens` tokens were generated, and tokens per pass."""
         assert self.cache is not None, "tokens come first"
         return f"{plural(self.cache.forwards, 'forward')}, {tokens / self.cache.forwards:.2f} tokens per forward"
 
     def prompt_tokens(self, prompt: str | Sequence[int], alternatives: int = 0) -> list[Token]:
-        """The prompt's tokens after the first, with log-probabilities; a long prompt is cut at its start."""
+        """The prompt's tokens after the first, with log-probabilities; a long prompt is truncated on the left."""
         return prompt_tokens(self.model, self._ids(prompt)[-self.context_length :], alternatives)
 
     def _bytes(self, request: Request) -> bytes:
@@ -172,9 +173,10 @@ def sample_text(loaded: LoadedModel, seed: int = 0, max_tokens: int = 120, secon
 def describe_generation(
     generator: TextGenerator, prompt: int, times: Sequence[float], max_tokens: int | None
 ) -> Iterator[str]:
-    """Yield lines about the generation after `prompt` tokens; `times` (s) are the start and each token's time.
+    """Yield lines about the generation after a prompt of `prompt` tokens.
 
-    `max_tokens` is the limit of new tokens; None if the text was interrupted.
+    `times` has the start time, then the time of each token, in seconds. `max_tokens` is the maximum number of new
+    tokens; None if the text was interrupted.
     """
     count, cache = len(times) - 1, generator.cache
     if count:
@@ -189,7 +191,7 @@ def describe_generation(
 
 
 def describe_rates(prompt: int, times: Sequence[float]) -> str:
-    """Tokens/s of prefill (`prompt` tokens) and of decoding; `times` (s) are the start and each token's time."""
+    """Tokens/s of prefill (`prompt` tokens) and of decoding; `times` is as for `describe_generation`."""
     start, first, last = times[0], times[1], times[-1]
     text = f"prompt: {plural(prompt, 'token')}, {format_count(prompt / (first - start))} tokens/s"
     if len(times) == 2:

@@ -1,7 +1,7 @@
 """Speed, threads and memory of this machine, and the memory of tensors.
 
-Start with `device`, `choose_dtype`, `use_best_threads`, `peak_memory`, and `allocations`, which records a
-workload.
+Start with `device`, `choose_dtype`, `use_best_threads`, `peak_memory`, and `allocations`, which records the memory
+of a workload.
 """
 
 from dunes.measure.allocations import KINDS, Allocation, Allocations, ModuleTracker, allocations

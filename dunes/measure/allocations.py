@@ -1,6 +1,6 @@
 """Record the memory of every tensor from its allocation until it is freed, on any device, real or fake.
 
-The results of each operation are recorded by a dispatch mode. A storage is freed when its last tensor is deleted.
+A `TorchDispatchMode` records the results of each operation. A storage is freed when its last tensor is deleted.
 Memory that an operation allocates and frees internally is not recorded.
 """
 
@@ -32,9 +32,10 @@ KINDS: Sequence[Kind] = ("parameters", "gradients", "optimizer", "cache", "activ
 class ModuleTracker:
     """Tracks the running module: in `with ModuleTracker(model) as tracker:`, `tracker.now()` returns its name.
 
-    The running module is the innermost module whose `forward` runs, or in a backward pass, the module whose
-    forward pass created the running graph node. Graph nodes are numbered in order of creation, so the tracker
-    records the numbers at which modules begin and end. The model has hooks only inside the `with` block.
+    In a forward pass, the running module is the innermost module whose `forward` runs. In a backward pass, the
+    running module is the module that created the running graph node. Graph nodes are numbered in order of
+    creation, so the tracker records the numbers at which modules begin and end. The model has hooks only inside
+    the `with` block.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -60,7 +61,7 @@ class ModuleTracker:
     def now(self) -> str | None:
         """Dotted name of the running module; None outside all modules.
 
-        While a parameter's gradient is accumulated, the running module is the one that owns the parameter.
+        While a parameter's gradient is accumulated, the running module is the parameter's module.
         """
         if self.stack:
             return self.stack[-1]
@@ -152,13 +153,13 @@ class Allocations:
 
 @contextmanager
 def allocations(model: nn.Module) -> Iterator[Allocations]:
-    """`with allocations(model) as log:` records all allocations inside the block; read `log` after it.
+    """`with allocations(model) as log:` records all allocations inside the block; read `log` after the block.
 
     The model's existing tensors count as parameters and gradients. Steps of any optimizer inside the block are
     recorded. Recording costs some tens of microseconds per operation.
     """
     log = Allocations([])
-    gc.collect()  # otherwise earlier garbage would be freed while recording
+    gc.collect()  # so that no earlier garbage is freed while recording
     with ModuleTracker(model) as places, ExitStack() as hooks:
         recorder = _Recorder(places, log.made)
         recorder.record_model(model)
@@ -182,7 +183,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recorded: dict[int, tuple[Any, Allocation]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(hasattr(t, "full_tensor") for t in types):  # later calls have the local tensors
+        if any(hasattr(t, "full_tensor") for t in types):  # PyTorch then calls this method with the local tensors
             return NotImplemented
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
@@ -287,7 +288,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
 
     def finish(self) -> None:
-        """Reclassify the forward pass's live temporaries as activations, since no backward pass freed them."""
+        """Reclassify as activations the temporaries of forward passes that are still live."""
         self.over = True
         for _, allocation in self.recorded.values():
             if allocation.kind == "temporaries" and allocation.phase == "forward":

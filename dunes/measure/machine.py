@@ -1,8 +1,8 @@
-"""Properties of this machine: device, memory, rates, and the dtype and number of threads that suit it.
+"""Properties of this machine: device, memory and rates, and the best dtype and number of threads.
 
-Training results depend on the dtype and the number of threads. So both are chosen by the kind of processor and the
-cores that this process may use, never by a measurement. Measured rates decide the size of a run. The measurements
-use the threads' processor time, since other programs hardly change it.
+Training results depend on the dtype and the number of threads. Both are therefore chosen by the kind of processor
+and the cores that this process may use, never by a measurement. Measured rates decide the size of a run. The
+measurements use the threads' processor time, since other programs hardly change it.
 """
 
 import ctypes
@@ -36,13 +36,13 @@ _device_set: str | None = None
 FASTEST_CLOCK = 6.2e9
 """Cycles per second of the fastest processors sold; virtual machines do not report their own clock."""
 FAR = 3.0
-"""Other programs and virtual machines that share a core rarely change its rate by more than this factor."""
+"""Other programs on a core rarely change the core's measured rate by more than this factor."""
 READERS = 8
 """Number of cores above which the memory read bandwidth hardly grows."""
 SAMPLES, SAMPLE_SECONDS, SPREAD = 7, 0.15, 0.5
 """A rate is measured with at least SAMPLES calls and SAMPLE_SECONDS in total. Samples agree if their quartiles
-differ by less than SPREAD times the median; with three other busy processes on two cores, the difference is up to
-0.34 times the median.
+differ by less than SPREAD times the median. With three other busy processes on two cores, the quartiles differ by
+up to 0.34 times the median.
 """
 
 
@@ -62,9 +62,9 @@ class Kind(NamedTuple):
 
 AMD, BF16 = {"vendor_id": "AuthenticAMD"}, {"flags": "avx512_bf16"}
 KINDS = (
-    # AMX, measured on two Xeons: float32 0.15 on both, bfloat16 0.58 and 1.0.
+    # AMX, measured on two Xeons (TFLOP/s of one core): float32 0.15 on both, bfloat16 0.58 and 1.0.
     Kind({"flags": "amx_bf16"}, True, (0.15, 0.76, 13), (64, 1024, 32)),
-    # Zen 5, measured: float32 0.12, bfloat16 0.44 to 0.50. Next line: Zen 4, measured: 0.09 and 0.21.
+    # Zen 5, measured: float32 0.12, bfloat16 0.44 to 0.50. Zen 4 (next line): float32 0.09, bfloat16 0.21.
     Kind(AMD | BF16 | {"cpu family": "26"}, True, (0.12, 0.47, 17)),
     Kind(AMD | BF16, True, (0.1, 0.24, 17)),
     # Cooper Lake trains ResNet-50 1.7 times as fast in bfloat16: http://www.anandtech.com/show/15862
@@ -73,9 +73,9 @@ KINDS = (
     Kind(BF16, False, (0.15, 0.084, 13)),
     # oneDNN emulates bfloat16, at half the rate or less: https://github.com/uxlfoundation/oneDNN/issues/493
     Kind({"flags": "avx512f"}, False, (0.12, 0.05, 10)),
-    # Zen 3, measured: 0.054 and 0.001. Intel's AVX2 is as slow: https://github.com/pytorch/pytorch/issues/146508
+    # Zen 3: float32 .054, bfloat16 .001. Intel's AVX2 is as slow: https://github.com/pytorch/pytorch/issues/146508
     Kind({"flags": "avx2"}, False, (0.07, 0.001, 10), (32, 32, 32)),
-    # Apple: 26 tokens/s in bfloat16, 76 without: https://github.com/pytorch/torchchat/issues/651
+    # Apple: 26 tokens/s with bfloat16, 76 without: https://github.com/pytorch/torchchat/issues/651
     Kind({"system": "Darwin"}, False, (0.25, 0.02, 25), (512, 512, 32)),
     # ARM: bfloat16 is 1.9 times as fast on Graviton3: https://github.com/pytorch/pytorch/pull/91763
     Kind({"system": "aarch64", "Features": "bf16"}, True, (0.06, 0.15, 15), (128, 256, 32)),
@@ -85,10 +85,11 @@ KINDS = (
 
 
 class Rate(NamedTuple):
-    """A rate per second. `sure` is True if the samples agree; else `value` is typical of the kind of processor.
+    """A rate per second. `sure` is True if the samples agree; if not, a CPU's `value` is typical of its kind.
 
-    Plans use `planned`, which varies less than `value`: the typical rate, multiplied by a power of two if `value`
-    differs from the typical rate by more than a factor of FAR.
+    The size of a run is chosen by `planned`, which varies less than `value`. On a CPU, `planned` is the typical
+    rate, multiplied by a power of two if `value` differs from it by more than a factor of FAR. On a GPU, `planned`
+    equals `value`.
     """
 
     value: float
@@ -97,11 +98,11 @@ class Rate(NamedTuple):
 
 
 _rates: dict[str, Rate] = {}
-"""Rates that this process has read or measured, by name."""
+"""Rates that this process has measured or read from the cache folder, by name."""
 
 
 def set_device(name: str | None) -> None:
-    """Make `device` return the device of this name, one of DEVICES; None restores the default.
+    """Set the device that `device` returns, by its name in DEVICES; None restores the default.
 
     Raises ValueError if PyTorch cannot use this device on this machine.
     """
@@ -127,16 +128,16 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 LARGE_BLOCK = 1 << 25
-"""Size in bytes above which `keep_freed_memory` returns freed blocks to the system; glibc's maximum."""
+"""`keep_freed_memory` keeps blocks up to this many bytes, the largest value that glibc accepts."""
 
 
 def keep_freed_memory() -> None:
     """Keep freed memory in the process for the next step or layer, except blocks above LARGE_BLOCK.
 
-    By default, glibc returns freed memory to the system at once. So a training step spends a third of its time on
-    page faults (4M parameters, 2 threads: 5.3k tokens/s without this call, 7.8k with it); prefill spends a tenth
-    (10M parameters, 256 tokens). Larger blocks are not kept, since with a model of 135M parameters they left holes
-    of unequal sizes in the heap, and each step needed more memory than the step before.
+    By default, glibc returns freed memory to the system at once, so page faults take a third of a training step
+    (4M parameters, 2 threads: 5.3k tokens/s without this call, 7.8k with it). Page faults take a tenth of the time
+    of a prefill (10M parameters, 256 tokens). Larger blocks are not kept: with a model of 135M parameters, kept
+    blocks left holes of unequal sizes in the heap, and each step needed more memory than the step before.
     """
     trim_threshold, mmap_threshold = -1, -3
     if sys.platform == "linux":
@@ -148,16 +149,17 @@ def keep_freed_memory() -> None:
 
 def return_freed_memory() -> None:
     """Return freed memory to the system, including pages between blocks in use; the next step allocates anew."""
-    gc.collect()  # completion engines are reference cycles, each with a model
+    gc.collect()  # a completion engine is a reference cycle that holds a model
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):  # another C library
             ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def page_out(ranges: Iterable[tuple[int, int]]) -> None:
-    """Evict pages of a mapped file from memory, at ranges (address, bytes); the next access reads them again.
+    """Evict a mapped file's pages in these ranges (address, bytes) from memory; the next access reads them again.
 
-    Otherwise, weights that were read once, to be cast or quantized, would stay in memory. Changed pages are kept.
+    Without this call, weights that were only read to be cast or quantized would stay in memory. Changed pages are
+    kept.
     """
     if sys.platform == "linux":
         page, pageout = resource.getpagesize(), 21
@@ -170,7 +172,7 @@ def page_out(ranges: Iterable[tuple[int, int]]) -> None:
 
 @contextmanager
 def replaced_paged_out(model: nn.Module) -> Iterator[None]:
-    """Page out those weights of a model that the `with` block replaces, for example by casting or quantizing."""
+    """After the `with` block, page out the weights that it replaced, for example by casting or quantizing."""
     stored = {p.data_ptr(): p.nbytes for p in model.parameters() if p.device.type == "cpu"}
     yield
     used = {p.data_ptr() for p in model.parameters()}
@@ -194,7 +196,7 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with suppress(OSError, StopIteration), open("/proc/self/status") as file:
-        # Linux's getrusage would return the parent's peak if that was higher.
+        # On Linux, getrusage would return the parent's peak if the parent's was higher.
         return int(next(line for line in file if line.startswith("VmHWM:")).split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
@@ -226,13 +228,13 @@ def free_memory(device: torch.device) -> int:
     with suppress(OSError, ValueError), open("/proc/meminfo") as file:
         fields = dict(line.split(":") for line in file)
         return int(max(1, min(int(fields["MemAvailable"].split()[0]) * 1024, cgroup_limits()[1])))
-    with suppress(OSError, ValueError):  # total memory, if the system reports only that
+    with suppress(OSError, ValueError):  # some systems report only total memory
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") - resident_memory()
     return 0
 
 
 def cgroup_limits(root: Path = Path("/")) -> tuple[float, float]:
-    """Number of processors and of free bytes that this process's control groups allow; infinite without limits.
+    """Numbers of processors and free bytes that this process's control groups allow; infinite without limits.
 
     The smallest limit of a group and its ancestors applies. `root` is the folder that contains `proc`.
     """
@@ -268,7 +270,7 @@ def _quota(group: Path) -> float:
 
 
 def _free_in(group: Path) -> float:
-    """Bytes that can be allocated before a control group reaches a limit of memory; infinite without limits."""
+    """Bytes that a control group can allocate before it reaches a memory limit; infinite without limits."""
     free, cached = math.inf, 0
     with suppress(OSError, ValueError):  # cached files can be evicted; `total_` (version 1) includes child groups
         evictable = re.compile(r"^(?:total_)?inactive_file (\d+)", re.M)
@@ -302,7 +304,9 @@ def fingerprint() -> dict[str, str | int]:
 
 @functools.cache
 def processor() -> dict[str, str]:
-    """Name, family and instruction sets of the processor ("flags" on x86, "Features" on ARM); empty off Linux."""
+    """On Linux, name, family and instruction sets of the processor ("flags" on x86, "Features" on ARM); else
+    empty.
+    """
     with suppress(OSError):
         fields = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
         values = {key.strip(): value.strip() for key, _, value in fields}
@@ -312,7 +316,7 @@ def processor() -> dict[str, str]:
 
 
 def kind_of(facts: Mapping[str, str]) -> Kind:
-    """The first of KINDS that matches these facts: `processor()`, and `system`, such as "Linux x86_64"."""
+    """The first of KINDS that matches `facts`: those of `processor()`, and `system`, such as "Linux x86_64"."""
     words = {name: {*text.split()} for name, text in facts.items()}
     return next(k for k in KINDS if all({*v.split()} <= words.get(n, set()) for n, v in k.where.items()))
 
@@ -350,7 +354,7 @@ def peak_matmul_rate(dtype: torch.dtype, device: torch.device, size: int = 512) 
 
 
 def _product(dtype: torch.dtype, device: torch.device, size: int) -> Callable[[int], object]:
-    own = torch.Generator().manual_seed(0)  # training uses the global random state
+    own = torch.Generator().manual_seed(0)  # leaves the global random state to training
     a, b = (torch.randn(size, size, generator=own).to(device, dtype) for _ in "ab")
     return lambda core: a @ b
 
@@ -366,7 +370,7 @@ def peak_read_rate(device: torch.device, size: int = 1 << 25) -> Rate:
 
 
 def model_flops_utilization(flops: float, seconds: float, dtype: torch.dtype, device: torch.device) -> float:
-    """MFU: a model's FLOP/s over the peak rate of products in `dtype`, or in float32 if that is faster here."""
+    """MFU: a model's FLOP/s over the peak rate of products in `dtype` or float32, whichever is faster."""
     return flops / seconds / max(peak_matmul_rate(d, device).value for d in {dtype, torch.float32})
 
 
@@ -433,7 +437,7 @@ def _cached_rate(
     typical = cores * rates[0] * (1e9 if name == "read" else 1e12)
     most = cores * rates[1] * FASTEST_CLOCK if cpu else math.inf
     path, value = None, 0.0
-    with suppress(ValueError, OSError):  # no home folder, or no stored rate
+    with suppress(ValueError, OSError):  # there is no home folder or no stored rate
         path = cache_home() / "processor-rates" / str(fingerprint()["machine"]) / f"{key}-{cores}"
         value = float(path.read_text())
     stored = sure = 0 < value < most

@@ -1,7 +1,7 @@
 """Ranks: the processes that torchrun starts for one run; each computes a share of the rows of every batch.
 
-A single process is rank 0 of 1; in it, functions that exchange values return their arguments. All ranks must call
-the same functions in the same order. https://docs.pytorch.org/docs/stable/elastic/run.html
+A single process is rank 0 of 1, and functions that exchange values return their arguments. All ranks must call the
+same functions in the same order. https://docs.pytorch.org/docs/stable/elastic/run.html
 
 Another way to shard (by tensors, experts or stages) would change this module and the modules that use it:
 - `ops`, `parts`: a mixture calls all experts on each rank, and sums their load.
@@ -38,13 +38,13 @@ from dunes.measure import machine
 from dunes.units import format_seconds
 
 LIMIT = 1800.0
-"""Default number of seconds that a rank waits for the others; rank 0 may tokenize or fit completion meanwhile."""
+"""Default seconds that a rank waits for other ranks, for example while rank 0 tokenizes or fits completion."""
 STALLED = 5
 """Exit status of a rank that has waited too long for another rank."""
 GATHERED = 0.1
 """Weights stay gathered until backward if gathered weights take less than this fraction of a machine's memory."""
 SLOW_STEP = 30
-"""Maximum wait for other ranks within a step, as a multiple of the longest step's duration; at least a minute."""
+"""Limit of the wait for other ranks in a step, as a multiple of the longest step; it is at least a minute."""
 _last = 0.0
 _limit = math.inf
 _saving: Any = None
@@ -55,12 +55,12 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def job() -> str:
-    """An id of the torchrun command that started this process; with --rdzv_id, the same on all machines."""
+    """An id of the torchrun command that started this process; with --rdzv_id, the id is equal on all machines."""
     name, parent = os.environ.get("TORCHELASTIC_RUN_ID", "none"), os.getppid()
     if name != "none":
         return name
     started = ""
-    with suppress(OSError):  # start time (Linux), since process numbers in different containers are often equal
+    with suppress(OSError):  # Linux: adds the start time, since containers often share process numbers
         started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
     return f"{parent} {started}"
 
@@ -77,14 +77,14 @@ def process_group(
     """Join the other processes started by torchrun, if any, to train on a device of this type.
 
     Parameters will be sharded over all ranks, or with `by_node` over each machine's ranks. A rank that has waited
-    `limit` seconds for the others writes its threads' stacks into the folder and exits. If several ranks fail, the
-    first to fail raises its error, and the others exit with status 2. Raises ValueError if a machine has more
+    `limit` seconds for another rank writes its threads' stacks into the folder and exits. If several ranks fail,
+    the first one raises its error, and all others exit with status 2. Raises ValueError if a machine has more
     ranks than GPUs, or if another rank exits early.
     """
     if not under_torchrun():
         yield
         return
-    sys.stderr = sys.__stderr__  # the command line reports its errors on the first rank
+    sys.stderr = sys.__stderr__  # on ranks other than 0, the command has replaced this stream
     machine.set_device(device)
     store, number, ranks = _meet(limit)
     longer, ended = timedelta(seconds=limit + 60), Event()
@@ -96,13 +96,13 @@ def process_group(
     except (ValueError, OSError, RuntimeError) as error:
         if not _is_first_failure(store, "peer" in str(error)):
             raise SystemExit(2) from error
-        if "peer" in str(error):  # a word in gloo's and NCCL's errors if a rank has ended
+        if "peer" in str(error):  # gloo and NCCL name a "peer" if a rank has ended
             reason = str(error).splitlines()[0]
             raise ValueError(f"rank {number}: another rank has ended ({reason:.150})") from error
         raise
     finally:
         ended.set()
-        # After an error, NCCL might wait for ever, so that the error would not be printed.
+        # After an error, NCCL might wait for ever, and the error would not be printed.
         if dist.is_initialized() and not (sys.exc_info()[0] and machine.device().type == "cuda"):
             dist.destroy_process_group()
 
@@ -127,11 +127,11 @@ def _meet(limit: float) -> tuple[Any, int, int]:
 
 
 def _fresh_store(shared: Any, number: int, ranks: int, limit: float = LIMIT) -> Any:
-    """A store used only by the ranks of this start.
+    """A key-value store for only the ranks of this start of torchrun.
 
-    With a static rendezvous, torchrun uses one store for all restarts, so it contains addresses of processes that
-    have ended. The number of a restart is not unique, because torchrun counts restarts on each machine. Raises
-    RuntimeError if a rank is missing after `limit` seconds.
+    With a static rendezvous, torchrun uses one store for all restarts, so the store contains addresses of
+    processes that have ended. The number of a restart is not unique, because torchrun counts restarts on each
+    machine. Raises RuntimeError if a rank is missing after `limit` seconds.
     """
     from torch.distributed.distributed_c10d import PrefixStore
 
@@ -162,7 +162,7 @@ def _watch(ended: Event, limit: float, folder: Path, store: Any) -> None:
         report = Thread(target=_report, args=(store, f"{line}/stacks-rank-*.txt"), daemon=True)
         report.start()
         report.join(2.0)
-        if report.is_alive():  # the store does not answer either, so no other rank's line appears
+        if report.is_alive():  # the store does not answer, so no rank has printed the line
             print(f"{line}/stacks-rank-*.txt", file=sys.stderr, flush=True)
         os._exit(STALLED)
 
@@ -174,7 +174,7 @@ def _report(store: Any, line: str) -> None:
 
 
 def _make_groups(by_node: bool, limit: timedelta) -> None:
-    """Make the group for saving in the background, and the mesh over which parameters are sharded."""
+    """Make the process group for saving in the background, and the mesh over which parameters are sharded."""
     from torch.distributed.device_mesh import init_device_mesh
 
     global _saving, _mesh
@@ -238,7 +238,7 @@ def fake_ranks(number: int) -> Iterator[None]:
     group, mesh, dist.GroupMember.WORLD = dist.GroupMember.WORLD, _mesh, None
     try:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
-        # DTensor caches by mesh, so without a unique name this mesh would replace the mesh of the real ranks.
+        # DTensor caches results by mesh. A unique name keeps this mesh apart from the mesh of the real ranks.
         _mesh = init_device_mesh(machine.device().type, (number,), mesh_dim_names=(token_hex(8),))
         yield
     finally:
@@ -253,7 +253,7 @@ def count() -> int:
 
 
 def rank() -> int:
-    """The number of this rank; also available before it has joined the others."""
+    """The number of this rank; also available before `process_group` joins the ranks."""
     if count() > 1:
         return dist.get_rank()
     return int(os.environ.get("RANK", "0")) if under_torchrun() and not _alone.get() else 0
@@ -274,7 +274,7 @@ def broadcast(value: T) -> T:
 
 
 def all_reduce_max(*values: float) -> list[float]:
-    """For each value, its largest value over all ranks."""
+    """The maximum of each value over all ranks."""
     return _reduced(values, dist.ReduceOp.MAX)
 
 
@@ -286,7 +286,7 @@ def expect(seconds: float) -> None:
 
 
 def all_reduce_sum(*values: float) -> list[float]:
-    """For each value, its sum over all ranks."""
+    """The sum of each value over all ranks."""
     return _reduced(values, dist.ReduceOp.SUM)
 
 
@@ -306,7 +306,7 @@ def all_reduce(tensor: Tensor) -> None:
 
 
 def broadcast_tensor(tensor: Tensor) -> Tensor:
-    """Return rank 0's tensor on all ranks; the others' tensors could differ, since machines round differently."""
+    """Return rank 0's tensor on all ranks; other ranks' tensors may differ, since machines round differently."""
     tensor = tensor.contiguous()
     if count() > 1:
         dist.broadcast(tensor, 0)
@@ -315,7 +315,7 @@ def broadcast_tensor(tensor: Tensor) -> Tensor:
 
 
 def summed(x: Tensor) -> Tensor:
-    """The sum over ranks. Gradients are multiplied by `count()`, since gradients of a shared loss are averaged."""
+    """The sum over ranks. The backward pass multiplies gradients by `count()`, since FSDP averages gradients."""
     if count() == 1:
         return x
     sums = x.detach().clone()
@@ -334,7 +334,7 @@ def agree(facts: Mapping[str, Any]) -> None:
 
 
 def all_gather(work: Callable[[], T]) -> list[T]:
-    """The results of `work()` on all ranks. If a rank raises OSError or ValueError, all ranks raise it.
+    """The results of `work()` on all ranks. If a rank raises OSError or ValueError, all ranks raise this error.
 
     A thread that saves in the background may call `all_gather` while the main thread calls the other functions.
     """
@@ -381,16 +381,16 @@ def rows(size: int) -> slice:
 def shard(model: M, units: Iterable[nn.Module], dtype: torch.dtype | None = None) -> M | None:
     """Shard the trainable parameters over the ranks, on `machine.device()`.
 
-    Each unit gathers its parameters when it runs. With `dtype`, each unit is cast just before it is sharded, so no
-    rank has all parameters in `dtype`. Parameters on the meta device become uninitialized memory. Frozen
-    parameters, which may have another dtype, stay complete on every rank. Returns a copy of the model on the meta
-    device, to be filled with gathered weights; None for a single process.
+    Each of the modules `units` gathers its parameters when it runs. With `dtype`, each unit is cast just before it
+    is sharded, so no rank has all parameters in `dtype`. Parameters on the meta device become uninitialized
+    memory. Frozen parameters, which may have another dtype, stay complete on every rank. Returns a copy of the
+    model on the meta device, to be filled with gathered weights; None for a single process.
     """
     if count() == 1:
         return None
     from torch.distributed.fsdp import fully_shard
 
-    # deepcopy treats these as copies that it has already made, so it copies no values.
+    # deepcopy takes the tensors in `copies` as copies already made, so it copies no values.
     copies: dict[int, Any] = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
     copies |= {id(b): b.to("meta") for b in model.buffers()}
     outline, modules = deepcopy(model, copies), [*units, cast(nn.Module, model)]
@@ -415,7 +415,7 @@ def keeps_gathered(model: nn.Module) -> bool:
 
 
 def describe(model: nn.Module) -> str:
-    """The end of a sentence on how several ranks share the model; empty for one process."""
+    """The end of a sentence that says how several ranks share the model; empty for a single process."""
     if count() == 1:
         return ""
     kept = "stay gathered until backward" if keeps_gathered(model) else "are gathered block by block"
@@ -427,7 +427,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local_shard(tensor: Tensor) -> Tensor | None:
-    """The values that this rank saves: its part of a sharded tensor, or on rank 0, a complete tensor; else None.
+    """The values that this rank saves: its part of a sharded tensor, or a complete tensor on rank 0; else None.
 
     If every machine has a replica, the ranks of the first machine save the parts.
     """
@@ -449,7 +449,7 @@ def merged(parts: list[Tensor]) -> Tensor:
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     shape = torch.Size([sum(map(len, parts)), *parts[0].shape[1:]])
-    size = math.ceil(shape[0] / _mesh.shape[-1])  # as torch.chunk, which fully_shard follows
+    size = math.ceil(shape[0] / _mesh.shape[-1])  # rows per rank as in torch.chunk, which fully_shard uses
     start, local, place = size * _mesh.get_coordinate()[-1], list[Tensor](), 0
     for each in parts:
         local.append(each[max(0, start - place) : max(0, start + size - place)])
@@ -471,7 +471,7 @@ def shard_like(value: Tensor, like: Tensor) -> Tensor:
 
 
 def gather_rows(own: Tensor, size: int) -> Tensor:
-    """Gather the items of all ranks into (size, ...). `own` (N, ...) is every `count()`-th item."""
+    """All ranks' items in one tensor (size, ...). `own` (N, ...) has items `rank()`, `rank() + count()`, ..."""
     if count() == 1:
         return own
     padded = torch.cat([own, own.new_zeros(-(-size // count()) - len(own), *own.shape[1:])])

@@ -1,8 +1,8 @@
 """Model architectures, one file each, with their weight names and configs in Hugging Face format.
 
 Each family's file defines Config, build(config), read(model, context_length), from_hf, to_hf and NAMES. It may
-also define ALIASES (weight names that are read but not written), IGNORED_NAMES (tensors in checkpoint files that
-are not weights) and refusal(config) (the reason why transformers does not run the model). Start with
+also define ALIASES, weight names that are read but not written; IGNORED_NAMES, tensors in checkpoint files that
+are not weights; and refusal(config), the reason why transformers does not run the model. Start with
 `llama.Config`, `llama.build` and `initialise.initialise`. `FAMILIES` is the table of all families by name.
 """
 
@@ -19,11 +19,11 @@ from dunes.models.names import Names, for_heads
 from dunes.parts import Decoder
 
 FAMILIES: dict[str, ModuleType] = {name: import_module(f"{__name__}.{name}") for name in get_args(Family)}
-"""Maps a family's name in `flags.Family`, which is also its model_type in Hugging Face, to its Python module."""
+"""Maps a family's name, which is the model_type in a Hugging Face config.json, to its Python module."""
 
 
 def family_of(hf: Mapping[str, Any]) -> str:
-    """The name of the family of a config.json. Raises ValueError for an unknown model_type."""
+    """The name of the model family that a config.json describes. Raises ValueError for an unknown model_type."""
     family = hf.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise ValueError(f"config.json: model_type {str(family)[:60]!r} is not one of {', '.join(FAMILIES)}")
@@ -31,10 +31,10 @@ def family_of(hf: Mapping[str, Any]) -> str:
 
 
 def refusal(family: str, config: Any) -> str:
-    """The reason why transformers refuses this config, or computes other logits; "" if there is none."""
+    """The reason why transformers refuses this config or computes logits other than ours; "" if there is none."""
     reason: str = getattr(FAMILIES[family], "refusal", lambda config: "")(config)
     if 1 in (getattr(config, "window", None), *getattr(config, "windows", ())):
-        reason = reason or "a cache with a sliding window of 1 keeps all tokens"  # it keeps [-window + 1:]
+        reason = reason or "a cache with a sliding window of 1 keeps all tokens"  # its [-window + 1:] is [0:]
     return reason and f"transformers does not run it: {reason}"
 
 
@@ -44,7 +44,7 @@ def weight_names(family: str) -> Names:
 
 
 def written_names(family: str, config: Any) -> Names:
-    """The weight names with which a model of this config is written."""
+    """The weight names in the files of a model with this config."""
     return for_heads(FAMILIES[family].NAMES, config.heads)
 
 
@@ -52,7 +52,7 @@ _INITIAL = torch.nn.init.normal_, torch.nn.init.kaiming_uniform_
 
 
 class _SkipInitial(TorchFunctionMode):
-    """Skips initial values, since `normal_` on meta tensors would make torch import its compiler (1.7 s)."""
+    """Skips drawing initial weights, since `normal_` on a meta tensor makes torch import its compiler (1.7 s)."""
 
     def __torch_function__(
         self,
@@ -65,7 +65,7 @@ class _SkipInitial(TorchFunctionMode):
 
 
 def build_on_meta(family: str, config: Any) -> Decoder:
-    """Build the model on the meta device: in milliseconds, with structure and shapes, but without values."""
+    """Build the model on the meta device, where weights have shapes but no values; this takes milliseconds."""
     with torch.device("meta"), _SkipInitial():
         model: Decoder = FAMILIES[family].build(config)
     return model

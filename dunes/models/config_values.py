@@ -51,7 +51,7 @@ def number(hf: Mapping[str, Any], key: str, default: float | None = None, above:
 
 
 def optional(hf: Mapping[str, Any], key: str) -> float | None:
-    """Read a number above 0; None if the value is null or absent."""
+    """Read a number above 0.001; None if the value is null or absent."""
     return None if hf.get(key) is None else number(hf, key, above=1e-3)
 
 
@@ -86,15 +86,10 @@ def refuse_mixed_windows(hf: dict[str, Any]) -> None:
             )
 
 
-def layer_count(hf: Json) -> int:
-    """The number of layers of a config with settings for each layer. Raises ValueError if it is above 2^16."""
-    return size(hf, "num_hidden_layers", largest=1 << 16)
-
-
 def layer_types(hf: Json, name: str, default: Sequence[bool]) -> tuple[bool, ...]:
-    """For each layer, True if its type has this name, False for full attention.
+    """For each layer, True if its type is `name`, and False if its type is full attention.
 
-    If the file has no `layer_types`, the result is `default`. Raises ValueError for other types.
+    If the file has no `layer_types`, the result is `default`. Raises ValueError for any other type of layer.
     """
     types, known = hf.get("layer_types"), [name, "full_attention"]
     if types is None:
@@ -108,7 +103,7 @@ def layer_types(hf: Json, name: str, default: Sequence[bool]) -> tuple[bool, ...
 
 
 def layer_windows(hf: Json, windowed: Sequence[bool]) -> tuple[int | None, ...]:
-    """The window of each layer. If the file has no `layer_types`, `windowed` is True for layers with a window."""
+    """The window of each layer. In a file without `layer_types`, layer i has a window if `windowed[i]`."""
     windowed = layer_types(hf, "sliding_attention", windowed)
     window = size(hf, "sliding_window", largest=1 << 31) if any(windowed) else None
     return tuple(window if w else None for w in windowed)
@@ -117,7 +112,7 @@ def layer_windows(hf: Json, windowed: Sequence[bool]) -> tuple[int | None, ...]:
 def layer_windows_to_hf(windows: Sequence[int | None], context_length: int) -> dict[str, Any]:
     """The inverse of `layer_windows`. Raises ValueError for windows of several sizes.
 
-    Without windows, `sliding_window` is the context length, since transformers always makes a windowed mask.
+    If no layer has a window, `sliding_window` is the context length, since transformers needs a number.
     """
     if len(sizes := {w for w in windows if w is not None}) > 1:
         raise ValueError(f"config.json cannot express windows of several sizes: {sorted(sizes)}")
@@ -132,11 +127,11 @@ def _short(value: Any) -> str:
 
 
 def rope_fields(hf: dict[str, Any], default: float = 10_000.0, partial: bool = False) -> dict[str, Any]:
-    """The fields `rope_base` and `scaling` of a Config; `default` is the base if the file has none.
+    """The fields `rope_base` and `scaling` of a Config; `default` is the base for a file without `rope_theta`.
 
     If a file has both `rope_scaling` and `rope_parameters`, `rope_scaling` is read, as in transformers. Raises
-    ValueError for an unsupported scaling. Without `partial`, raises ValueError if only part of each head is
-    rotated.
+    ValueError for an unsupported scaling. If `partial` is False, also raises ValueError if only part of each head
+    is rotated.
     """
     rope = _rope(hf)
     values = {k: v for k, v in {**hf, **rope}.items() if v is not None}
@@ -151,8 +146,7 @@ def rope_fields(hf: dict[str, Any], default: float = 10_000.0, partial: bool = F
 
 
 def rotary_dim(hf: Json, head_dim: int, default: float) -> int:
-    """The number of rotated dimensions of each head. `default` is their share of `head_dim` if the file gives
-    none.
+    """The number of rotated dimensions of each head; `default` is the default of `partial_rotary_factor`.
 
     Raises ValueError unless the number is even and from 2 to `head_dim`.
     """
@@ -167,9 +161,9 @@ def rotary_dim(hf: Json, head_dim: int, default: float) -> int:
 
 
 def rotary_share(rotary_dim: int, head_dim: int) -> float:
-    """The `partial_rotary_factor` from which `rotary_dim` reads this number of dimensions."""
+    """The `partial_rotary_factor` for which the function `rotary_dim` returns this number of dimensions."""
     share = rotary_dim / head_dim
-    # If the quotient was rounded down, its product may be below the whole number.
+    # If the quotient was rounded down, int(head_dim * share) may be smaller than `rotary_dim` by 1.
     return share if int(head_dim * share) == rotary_dim else math.nextafter(share, 2.0)
 
 
@@ -186,14 +180,14 @@ def _rope(hf: Json) -> dict[str, Any]:
 
 
 def rope_to_hf(base: float, scaling: Scaling) -> dict[str, Any]:
-    """The rotary settings of a config.json, as `rope_theta` and `rope_scaling` and also as `rope_parameters`."""
+    """Rotary settings for a config.json, in two forms: `rope_theta` with `rope_scaling`, and `rope_parameters`."""
     rope = scaling_to_hf(scaling)
     legacy = {} if rope["rope_type"] == "default" else {"rope_scaling": {"type": rope["rope_type"], **rope}}
     return {"rope_theta": base, **legacy, "rope_parameters": {**rope, "rope_theta": base}}
 
 
 def _original_length(rope: Json, hf: Json) -> int:
-    """The context length, in tokens, with which the model was trained before its context was extended."""
+    """The context length, in tokens, that the model was trained with before its context was extended."""
     length = size(rope, "original_max_position_embeddings", size(hf, "max_position_embeddings"))
     return size(hf, "original_max_position_embeddings", length)
 
@@ -212,14 +206,14 @@ def _yarn(rope: Json, hf: Json) -> Yarn:
 
 
 def _attention_factor(rope: Json, factor: float) -> float:
-    """YaRN's factor for cosines and sines for a file without `attention_factor`."""
+    """The factor by which YaRN multiplies cosines and sines if the file has no `attention_factor`."""
     if rope.get("mscale") and rope.get("mscale_all_dim"):
         return yarn_scale(factor, number(rope, "mscale")) / yarn_scale(factor, number(rope, "mscale_all_dim"))
     return yarn_scale(factor)
 
 
 def yarn_scale(factor: float, weight: float = 1.0) -> float:
-    """YaRN's conventional attention factor for a context that is extended `factor` times."""
+    """YaRN's attention factor for a context that is `factor` times as long: 1 + 0.1 * weight * ln(factor)."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 

@@ -1,4 +1,4 @@
-"""DeepSeek V3: latent attention; a few dense layers, then mixtures with sigmoid routing and a shared expert.
+"""DeepSeek V3: latent attention; a few dense MLPs, then experts with sigmoid routing and a shared expert.
 
 https://arxiv.org/abs/2412.19437
 """
@@ -25,7 +25,7 @@ class Config(llama.Config):
     `kv_rank`, `q_rank` and `value_dim` are arguments of `LatentAttention`. The first `dense` layers have MLPs of
     width `dense_hidden`. Later layers have `experts` of width `hidden`, and a shared expert that is `shared` times
     as wide; `factor`, `groups`, `top_groups`, `renormalise` and `balance` are arguments of `MoE`. With `adjacent`,
-    adjacent dimensions are rotated together. With `mscale`, scores are multiplied by the square of
+    rotary positions rotate pairs of adjacent dimensions. With `mscale`, scores are multiplied by the square of
     `yarn_scale(scaling.factor, mscale)`.
     """
 
@@ -48,7 +48,7 @@ class Config(llama.Config):
 
     @classmethod
     def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
-        """A config for training from scratch: a dense layer, then layers of 8 narrow and one shared expert."""
+        """A config for training from scratch: a dense layer, then layers of 8 narrow experts and a shared one."""
         base = llama.Config.from_size(vocab, dim, depth, context_length)
         return cls(
             **vars(base) | {"hidden": expert_width(dim, cls.experts), "dense_hidden": base.hidden},
@@ -160,7 +160,7 @@ def to_hf(config: Config) -> dict[str, Any]:
 
 
 def refusal(config: Config) -> str:
-    """The reason why transformers cannot run a forward with this config; "" if it does not."""
+    """The reason why transformers cannot run a forward with this config; "" if it can."""
     single = config.experts == 1 and config.dense < config.depth
     return "it has 1 expert, but groups of experts are chosen by their 2 best" if single else ""
 
@@ -185,4 +185,4 @@ NAMES: Names = [
 ALIASES: Names = EXPERTS
 
 IGNORED_NAMES = (*llama.IGNORED_NAMES, "model.layers.{depth}.**")
-"""The last pattern matches the published layer that predicts the token after the next."""
+"""LLaMA's ignored names, and those of the published layer for multi-token prediction after the last block."""

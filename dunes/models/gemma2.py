@@ -1,4 +1,4 @@
-"""Gemma 2: norms before and after each part, capped scores and logits, a window in every other layer.
+"""Gemma 2: norms before and after attention and MLP, capped scores and logits, a window in every other layer.
 
 https://arxiv.org/abs/2408.00118
 """
@@ -14,7 +14,6 @@ from torch import nn
 from dunes.models import llama
 from dunes.models.config_values import (
     check_supported,
-    layer_count,
     layer_windows,
     layer_windows_to_hf,
     optional,
@@ -39,7 +38,7 @@ class Config(llama.Config):
 
     @classmethod
     def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
-        """A config of this width and depth for training from scratch; windows are half the context."""
+        """A config of this width and depth for training from scratch; windows are half the context length."""
         base = vars(llama.Config.from_size(vocab, dim, depth, context_length))
         windows = tuple(None if i % 2 else max(1, context_length // 2) for i in range(depth))
         return cls(**base, windows=windows, query_scalar=base["head_dim"])
@@ -92,11 +91,11 @@ def read_fields(model: Any, context_length: int) -> dict[str, Any]:
 def from_hf(hf: dict[str, Any]) -> Config:
     """Convert a Hugging Face config.json to a Config. Raises ValueError for unsupported settings."""
     hf = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0} | hf
-    return Config(**config_fields(hf, [i % 2 == 0 for i in range(layer_count(hf))]))
+    return Config(**config_fields(hf, [i % 2 == 0 for i in range(size(hf, "num_hidden_layers"))]))
 
 
 def config_fields(hf: dict[str, Any], windowed: Sequence[bool]) -> dict[str, Any]:
-    """The fields of a Config. If the file has no `layer_types`, `windowed` is True for layers with a window."""
+    """The fields of a Config. In a file without `layer_types`, layer i has a window if `windowed[i]`."""
     hf = {"tie_word_embeddings": True, "sliding_window": 4096, "head_dim": 256, "query_pre_attn_scalar": 256} | hf
     hf = {**hf, "use_bidirectional_attention": hf.get("use_bidirectional_attention") or False}
     check_supported(hf, {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False})

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from dunes.models import gemma2, qwen3
-from dunes.models.config_values import check_supported, layer_count, rope_fields, size
+from dunes.models.config_values import check_supported, rope_fields, size
 from dunes.models.llama import IGNORED_NAMES, refusal
 from dunes.models.names import Names
 from dunes.parts import Attention, Decoder, Rotary
@@ -29,7 +29,7 @@ class Config(gemma2.Config):
 
     @classmethod
     def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
-        """A config of this width and depth for training from scratch; windows are half the context."""
+        """A config of this width and depth for training from scratch; windows are half the context length."""
         config = super().from_size(vocab, dim, depth, context_length)
         windows = tuple(max(1, context_length // 2) if (i + 1) % min(6, depth) else None for i in range(depth))
         return replace(config, softcap=None, logit_softcap=None, windows=windows)
@@ -62,12 +62,12 @@ def from_hf(hf: dict[str, Any]) -> Config:
         raise ValueError(f"config.json: rotary positions of layers with a window are scaled by {local['scaling']}")
     check_supported(hf, {"attn_logit_softcapping": None})
     flat = {k: v for k, v in hf.items() if k not in ("rope_parameters", "rope_scaling")}
-    fields = gemma2.config_fields(flat, [(i + 1) % pattern != 0 for i in range(layer_count(hf))])
+    fields = gemma2.config_fields(flat, [(i + 1) % pattern != 0 for i in range(size(hf, "num_hidden_layers"))])
     return Config(**fields | full, local_base=local["rope_base"])
 
 
 def _rope(hf: dict[str, Any], kind: str, base: float) -> dict[str, Any]:
-    """The rotary settings of one kind of layer, which transformers 5 writes as an object in `rope_parameters`.
+    """The rotary settings of one kind of layer; transformers 5 writes them as an object in `rope_parameters`.
 
     Settings missing in this object are read from the top level, as in older files: `rope_local_base_freq` is the
     base of layers with a window, and `rope_theta` and `rope_scaling` apply to the other layers.

@@ -17,7 +17,7 @@ from dunes.parts import MLP, Attention, Block, Decoder, Embedding
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Sizes of a GPT-2. Texts cannot exceed `context_length`, since each position has a learned embedding."""
+    """Sizes of a GPT-2. Only `context_length` positions have a learned embedding, so no text may be longer."""
 
     vocab: int
     dim: int

@@ -1,4 +1,4 @@
-"""GPT-NeoX, such as Pythia: attention and MLP side by side, LayerNorm, a quarter of each head rotated, biases.
+"""GPT-NeoX (Pythia): attention and MLP in parallel, LayerNorm, a quarter of each head rotated, biases.
 
 https://arxiv.org/abs/2204.06745, https://arxiv.org/abs/2304.01373
 """
@@ -20,9 +20,10 @@ TANH_GELU_NAMES = ("gelu_fast", "gelu_new", "gelu_pytorch_tanh")
 
 @dataclass(frozen=True, kw_only=True)
 class Config(stablelm.Config):
-    """StableLM's config; `attention_bias` also applies to `out`, and `parallel` is an argument of `Block`.
+    """StableLM's config. With `attention_bias`, the attention's output projection has a bias, as q, k and v have.
+    `parallel` is passed to `Block`.
 
-    The MLP uses the exact GELU, or with `tanh_gelu` the tanh approximation.
+    With `tanh_gelu`, the MLP uses the tanh approximation of GELU, otherwise the exact GELU.
     """
 
     parallel: bool = True
@@ -57,7 +58,7 @@ def from_hf(hf: dict[str, Any]) -> Config:
     base, share = number(hf, "rotary_emb_base", 10_000.0, above=1.0), number(hf, "rotary_pct", 0.25)
     tanh_gelu = hf.get("hidden_act") in TANH_GELU_NAMES
     act = TANH_GELU_NAMES[0] if tanh_gelu else "gelu"
-    # Each head has keys of its own; no setting removes the MLP's biases.
+    # GPT-NeoX has no settings for grouped key/value heads or for an MLP without biases.
     own = {"num_key_value_heads": None, "mlp_bias": True, "attention_bias": flag(hf, "attention_bias", True)}
     fields = stablelm.config_fields(hf | own | ({"hidden_act": act} if tanh_gelu else {}), act, base, share)
     return Config(**fields, parallel=flag(hf, "use_parallel_residual", True), tanh_gelu=tanh_gelu)
@@ -94,7 +95,7 @@ NAMES: Names = [
 ]
 
 ALIASES: Names = [name("lm_head.weight", "head.weight")]
-"""The head's name in modules of transformers 5; its files keep the old name."""
+"""The head's name in the modules of transformers 5, whose files still call the head `embed_out`."""
 
 IGNORED_NAMES = tuple(f"{_LAYER}.attention.{n}" for n in ("bias", "masked_bias", "rotary_emb.inv_freq"))
 """Names of causal masks and rotary frequencies, which older versions of transformers stored with the weights."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from dunes.models import llama, mixtral
-from dunes.models.config_values import check_supported, layer_count, layer_windows, layer_windows_to_hf, number
+from dunes.models.config_values import check_supported, layer_windows, layer_windows_to_hf, number, size
 from dunes.models.llama import IGNORED_NAMES
 from dunes.models.mixtral import expert_width, experts_to_hf, moe_fields, read_moe_fields
 from dunes.models.names import Name, Names, halves, name, pairs, transpose, weight_and_bias
@@ -29,7 +29,8 @@ class Config(llama.Config):
 
     @classmethod
     def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
-        """A config for training from scratch; windows are half the context, and experts have Mixtral's width."""
+        """A config for training from scratch; windows are half the context length, experts as wide as
+        Mixtral's."""
         base = vars(llama.Config.from_size(vocab, dim, depth, context_length))
         base |= {"hidden": expert_width(dim, cls.experts), "attention_bias": True, "mlp_bias": True}
         return cls(**base, windows=tuple(None if i % 2 else max(1, context_length // 2) for i in range(depth)))
@@ -64,14 +65,14 @@ def from_hf(hf: dict[str, Any]) -> Config:
     check_supported(hf, required={"swiglu_alpha": 1.702, "mlp_bias": True})
     hf = {"head_dim": 64, "num_key_value_heads": 8, "attention_bias": True, "sliding_window": 128} | hf
     hf |= {"rope_scaling": hf.get("rope_scaling") or hf.get("rope_parameters") or YARN, "mlp_bias": True}
-    windows = layer_windows(hf, [i % 2 == 0 for i in range(layer_count(hf))])
+    windows = layer_windows(hf, [i % 2 == 0 for i in range(size(hf, "num_hidden_layers"))])
     fields = llama.config_fields(hf, base=150_000.0) | moe_fields(hf, balance=0.001)
     return Config(**fields, windows=windows, limit=number(hf, "swiglu_limit", 7.0))
 
 
 def to_hf(config: Config) -> dict[str, Any]:
     """Convert a Config to the content of a Hugging Face config.json."""
-    # If the file has no rope_scaling, transformers 4 uses the setting of the published models.
+    # Without rope_scaling in the file, transformers 4 would apply the YaRN scaling of the published models.
     hf = (
         {"rope_scaling": {"rope_type": "default"}}
         | llama.to_hf(config)
@@ -109,4 +110,4 @@ NAMES: Names = [
     name(f"{_MOE}.experts.down_proj_bias", f"{_OURS}.down.bias"),
 ]
 ALIASES: Names = _experts(f"{_MOE}.experts.{{e}}")
-"""Names of the experts in published files, which are in MXFP4 (`checkpoint/formats/quantized_weights.py`)."""
+"""Names of the experts' MXFP4 weights in published files (read by `checkpoint/formats/quantized_weights.py`)."""

@@ -16,9 +16,9 @@ def initialise(model: Decoder, seed: int = 0, empty: bool = False) -> Decoder:
     Matrices are drawn from a normal distribution with standard deviation 1/sqrt(fan_in), or 0.02 for embeddings.
     Biases are zero. The projections that add to the residual stream (attention's `out`, each MLP's `down`) are
     zero, so that every block starts as the identity (https://arxiv.org/abs/2203.03466). Projections before a norm
-    are not zero, since the norm's gradient at zero would be huge. With `empty`, for a model built on the meta
-    device, all other parameters are also set: those in a part's `initial_values` to these values, weights of norms
-    to 1, and the rest to 0.
+    are not zero, since the norm's gradient at zero would be huge. With `empty`, for a model that was built on the
+    meta device, other tensors are set, too: a tensor named in its module's `initial_values` to the value there, a
+    norm's weight to 1, and any other tensor to 0.
     """
     generator = torch.Generator().manual_seed(seed % 2**64)
 

@@ -96,7 +96,7 @@ def build(
     """Build the model of this config, untrained.
 
     `attention` (called with the number of the layer) and `mlp` build these parts of each block, and `block` joins
-    them. `norm` builds the last norm.
+    them. `norm` builds the norm after the last block.
     """
     return Decoder(
         embed=Embedding(config.vocab, config.dim),
@@ -114,7 +114,8 @@ def read(model: Any, context_length: int) -> Config:
 def read_fields(model: Any, context_length: int, mlp: Any, attns: Sequence[Any] | None = None) -> dict[str, Any]:
     """The fields of the Config of a built model; `mlp` is the MLP, or one expert, of its first block.
 
-    `attns` are the attention parts, by default of all blocks; if there are none, their fields are left out.
+    `attns` are the attention modules, by default those of all blocks; if empty, the result has no fields of
+    attention.
     """
     attns = [block.attn for block in model.blocks] if attns is None else attns
     return {
@@ -157,10 +158,10 @@ def config_fields(
 ) -> dict[str, Any]:
     """The fields of a Config, read from a config.json.
 
-    `act` is the only supported activation, `base` is the default rotary base, and `eps` the key of the norms'
-    epsilon. With `partial`, the default share of each head that is rotated, the fields include `rotary_dim`;
-    without it, heads must be rotated completely. Raises ValueError for unsupported or out-of-range values, and
-    KeyError for missing values.
+    `act` is the only supported activation, `base` is the default rotary base, and `eps` is the key of the norms'
+    epsilon. If `partial` is a number, the fields include `rotary_dim`, and `partial` is the default share of
+    rotated dimensions. If `partial` is None, partly rotated heads are unsupported. Raises ValueError for
+    unsupported or out-of-range values, and KeyError for missing values.
     """
     check_supported(hf, required={"hidden_act": act})
     heads = size(hf, "num_attention_heads")
@@ -187,7 +188,7 @@ def config_fields(
 def head_dim(hf: Mapping[str, Any]) -> int:
     """`head_dim` of a config.json; if it is absent, `hidden_size / num_attention_heads`.
 
-    Raises ValueError for an odd width, since rotary positions rotate pairs.
+    Raises ValueError for an odd `head_dim`, since rotary positions rotate pairs of dimensions.
     """
     width = size(hf, "head_dim", 0) or quotient(hf, "hidden_size", "num_attention_heads")
     if width % 2:
@@ -218,7 +219,7 @@ def to_hf(config: Config) -> dict[str, Any]:
 
 
 def refusal(config: Config) -> str:
-    """The reason why transformers, which checks some families' widths, refuses this config; "" if it does not."""
+    """The reason why transformers refuses this config, or "". In some families, `heads` must divide `dim`."""
     width, heads = config.dim, config.heads
     reason = f"hidden_size is {width}, which is not divisible by num_attention_heads, {heads}"
     return reason if width % heads else ""
@@ -254,7 +255,7 @@ JOINED: Names = [
     ),
     name(f"{_THEIRS}.mlp.gate_up_proj.weight", f"{_OURS}.mlp.gate.weight", f"{_OURS}.mlp.up.weight"),
 ]
-"""Weight names of Phi-3, whose files join these matrices."""
+"""Weight names of Phi-3, whose files store q, k and v as one matrix, and gate and up as another."""
 
 ALIASES = JOINED
 

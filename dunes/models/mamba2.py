@@ -21,7 +21,7 @@ BLOCK_SIZE = 7
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Sizes of a Mamba-2, as in `Mamba2`. Texts may have any length; training uses `context_length`."""
+    """Sizes of a Mamba-2 model; see `Mamba2`. `context_length` is the length in training; texts may be longer."""
 
     vocab: int
     dim: int
@@ -55,7 +55,7 @@ class Config:
 
 
 def build(config: Config) -> Decoder:
-    """Build the model of this config, untrained. Raises ValueError if the groups do not divide the heads."""
+    """Build the model of this config, untrained. Raises ValueError unless `heads` is a multiple of `groups`."""
 
     def block() -> Block:
         parts = {field: getattr(config, field) for field in (*READ, "width", "bias", "convolution_bias")}
@@ -99,7 +99,7 @@ DEFAULTS = {"state_size": 128, "n_groups": 8, "conv_kernel": 4, "expand": 2, "ma
 def from_hf(hf: dict[str, Any]) -> Config:
     """Convert a Hugging Face config.json to a Config. Raises ValueError for unsupported settings.
 
-    `residual_in_fp32` is ignored, and sums have the dtype of the weights, or float32 under autocast.
+    `residual_in_fp32` is ignored: hidden states have the dtype of the weights, or float32 under autocast.
     """
     check_supported(hf, required={"hidden_act": "silu", "rms_norm": True})
     hf = DEFAULTS | {key: value for key, value in hf.items() if value is not None}
@@ -133,7 +133,10 @@ def _limits(hf: dict[str, Any]) -> tuple[float, float]:
 
 
 def to_hf(config: Config) -> dict[str, Any]:
-    """Convert a Config to the content of a Hugging Face config.json. Raises ValueError if this is impossible."""
+    """Convert a Config to the content of a Hugging Face config.json.
+
+    Raises ValueError unless `heads * head_dim` is a multiple of `dim`, since the key `expand` is an integer.
+    """
     expand, rest = divmod(config.heads * config.head_dim, config.dim)
     if rest:
         raise ValueError(

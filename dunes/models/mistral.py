@@ -1,6 +1,6 @@
 """Mistral 7B: LLaMA with a sliding window. https://arxiv.org/abs/2310.06825
 
-Without a window (as in version 0.2 and later) a Mistral is a LLaMA, and is saved as one.
+A Mistral without a window (as in version 0.2 and later) is a LLaMA, and is saved as a LLaMA.
 """
 
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ class Config(llama.Config):
 
     @classmethod
     def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
-        """A config of this width and depth for training from scratch; the window is half the context."""
+        """A config of this width and depth for training from scratch; the window is half the context length."""
         return replace(super().from_size(vocab, dim, depth, context_length), window=max(1, context_length // 2))
 
 

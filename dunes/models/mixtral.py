@@ -18,7 +18,7 @@ from dunes.parts import Decoder, MoE
 __all__ = ["ALIASES", "IGNORED_NAMES", "NAMES", "Config", "build", "from_hf", "read", "to_hf"]
 
 MAX_EXPERTS = 4096
-"""Maximum number of experts, more than any known model has. More would take long even on the meta device."""
+"""Maximum number of experts. Known models have fewer; building more would take long even on the meta device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ def moe_fields(hf: dict[str, Any], balance: float) -> dict[str, Any]:
     The argument `balance` is the default of the field `balance`. Raises ValueError if top_k exceeds the number of
     experts.
     """
-    # Qwen writes num_experts, transformers 5 writes num_local_experts instead; DeepSeek writes n_routed_experts.
+    # num_experts in Qwen's files, but num_local_experts from transformers 5; n_routed_experts in DeepSeek's.
     names = ("n_routed_experts", "num_local_experts")
     key = next((name for name in names if hf.get(name) is not None), "num_experts")
     experts, top_k = size(hf, key, largest=MAX_EXPERTS), size(hf, "num_experts_per_tok")
@@ -70,7 +70,7 @@ def moe_fields(hf: dict[str, Any], balance: float) -> dict[str, Any]:
 
 
 def experts_to_hf(config: Any) -> dict[str, Any]:
-    """The setting in config.json that transformers needs to run experts of this width; empty if it needs none.
+    """The setting in config.json that transformers needs to run experts of this width; empty if none is needed.
 
     By default, transformers uses `F.grouped_mm`, which needs rows whose size is a multiple of 16 bytes.
     """
@@ -83,7 +83,7 @@ def read_moe_fields(moe: MoE) -> dict[str, Any]:
 
 
 def moe(config: Any, **options: Any) -> MoE:
-    """The mixture of a block. `config` has `experts`, `top_k` and `balance`; `options` are passed to `MoE`."""
+    """A mixture of experts. `config` has `experts`, `top_k` and `balance`; `options` are passed to `MoE`."""
     experts = [llama.mlp(config) for _ in range(config.experts)]
     return mixture(config.dim, experts, config.top_k, balance=config.balance, **options)
 
@@ -137,6 +137,6 @@ EXPERTS: Names = [
     name("model.layers.{i}.mlp.experts.gate_up_proj", f"{_EXPERTS}.gate.weight", f"{_EXPERTS}.up.weight"),
     name("model.layers.{i}.mlp.experts.down_proj", f"{_EXPERTS}.down.weight"),
 ]
-"""Names in transformers 5, where one tensor stacks a weight of all experts."""
+"""Weight names in transformers 5, which stacks the weights of all experts of a layer in one tensor."""
 
 ALIASES: Names = [name("model.layers.{i}.mlp.gate.weight", "blocks.{i}.mlp.router.weight"), *EXPERTS]

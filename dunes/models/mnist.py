@@ -9,16 +9,16 @@ https://arxiv.org/abs/1411.4280 (dropout of entire channels).
 from torch import Tensor, nn
 
 MEAN = 33.3
-"""Mean of the pixels of MNIST's training set, in 0 to 255."""
+"""Mean of the pixels of MNIST's training set, on a scale from 0 to 255."""
 STD = 78.6
-"""Standard deviation of the pixels of MNIST's training set, in 0 to 255."""
+"""Standard deviation of the pixels of MNIST's training set, on a scale from 0 to 255."""
 
 
 class Normalize(nn.Module):
     """Converts images (B, 28, 28) with pixels from 0 to 255 to float32, with mean 0 and standard deviation 1.
 
-    Since the model itself converts images, a data set can stay uint8, and collecting a batch copies a quarter of
-    the bytes. Raises ValueError for other shapes.
+    A model that starts with this layer accepts uint8, so that batches have a quarter of the bytes of float32.
+    Raises ValueError for other shapes.
     """
 
     def forward(self, images: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ class Normalize(nn.Module):
 
 
 def mlp(hidden: int = 128) -> nn.Sequential:
-    """A perceptron 784-128-10 with ReLU: images (B, 28, 28) from 0 to 255 -> class scores (B, 10)."""
+    """A perceptron 784-`hidden`-10 with ReLU: images (B, 28, 28) from 0 to 255 -> class scores (B, 10)."""
     return nn.Sequential(Normalize(), nn.Flatten(), nn.Linear(784, hidden), nn.ReLU(), nn.Linear(hidden, 10))
 
 

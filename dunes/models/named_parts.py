@@ -1,8 +1,8 @@
 """A model from named parts: the default model of `dunes train`, with some of its parts replaced.
 
-`dunes train --parts mlp=gated position=alibi` trains such a model, and `benchmarks/parts.py` measures the gain of
-a part. `flags.PARTS` maps the names of parts to choices; the first choice is the default. To use a part of your
-own, write a function like `build` in any file.
+`dunes train --parts mlp=gated position=alibi` trains such a model, and `benchmarks/parts.py` compares parts by
+validation loss. `flags.PARTS` maps the names of parts to choices; the first choice is the default. To use a part
+of your own, write a function like `build` in a file `mine.py`, and train with `--parts mine.py:build`.
 """
 
 from collections.abc import Callable
@@ -100,8 +100,8 @@ def _mixer(size: Config, chosen: dict[str, str], layer: int) -> nn.Module:
 def _attention(size: Config, chosen: dict[str, str], layer: int) -> Attention:
     """The attention of a layer. The number of key/value heads divides the number of heads.
 
-    In latent attention, the latent has a quarter of the model's width, and half of each head has positions. Raises
-    ValueError for a choice of key/value heads together with latent attention, which has no such heads.
+    In latent attention, the latent has a quarter of the model's width, and half of each head encodes positions.
+    Raises ValueError for latent attention, which has no key/value heads, with a `kv` other than "all".
     """
     if chosen["attention"] == "latent":
         return _latent_attention(size, chosen, layer)

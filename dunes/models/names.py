@@ -1,8 +1,7 @@
 """Tables that map our weight names to the names in another format ("theirs"), and back.
 
-`{i}` in a name stands for a number, which is the same on both sides. If only our name has a number (`{e}`, an
-expert), their tensor stacks several of our tensors, and the number is an index into the first dimension of the
-stack.
+`{i}` in a name stands for a number, such as a layer's index, which is the same on both sides. If only our name has
+a placeholder, such as `{e}` for an expert, their tensor stacks our tensors: tensor e is at index e of dimension 0.
 """
 
 import re
@@ -23,12 +22,12 @@ def identity(weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Name:
-    """One entry of a table: their tensor is one of ours, or several of ours joined along the first dimension.
+    """One entry of a table: the tensor `theirs` contains one of our tensors, or several joined along dimension 0.
 
-    `load` converts their tensor to our layout before it is split; `save` is the inverse. Joined tensors have
-    equally many rows by default. With `like`, the first has as many rows as their matrix `like` has columns, and
-    the others share the remaining rows. With `beside`, this entry applies only to blocks that have our tensor
-    `beside`, since different parts may use the same name.
+    `load` converts their tensor to our layout, before splitting; `save` is the inverse. By default, joined tensors
+    have equally many rows. `like` names one of their matrices: the first joined tensor has as many rows as this
+    matrix has columns, and the other tensors share the remaining rows. With `beside`, one of our names, the entry
+    is used for saving only in blocks that also have that tensor, since different modules may use the same name.
     """
 
     theirs: str
@@ -53,9 +52,9 @@ def transpose(weight: Tensor) -> Tensor:
 
 
 def halves(weight: Tensor) -> Tensor:
-    """Reorder the rows of a matrix or bias: first the rows with even numbers, then the rows with odd numbers."""
+    """Reorder the rows of a matrix or bias: first the rows with even indices, then the rows with odd indices."""
     if len(weight) % 2:
-        return weight  # the comparison of shapes will raise an error
+        return weight  # not pairs: a later comparison of shapes raises an error
     return torch.unflatten(weight, 0, (-1, 2)).transpose(0, 1).flatten(0, 1)
 
 
@@ -86,7 +85,7 @@ def convolution(theirs: str, ours: str) -> list[Name]:
 
 
 def per_head(names: Names) -> Names:
-    """Names of a tensor that stores the rows of all parts head by head; `for_heads` completes these names."""
+    """Names of joined tensors in which all rows of a head are adjacent. `for_heads` sets their layouts."""
     return [replace(n, load=_unknown_heads, save=_unknown_heads) for n in names]
 
 
@@ -95,7 +94,7 @@ def _unknown_heads(weight: Tensor) -> Tensor:
 
 
 def for_heads(names: Names, heads: int) -> Names:
-    """The names for a model with this number of heads, on which the layouts of `per_head` depend."""
+    """The names for a model with this number of heads: sets the layouts of names made by `per_head`."""
 
     def complete(n: Name) -> Name:
         sizes = heads, len(n.ours)
@@ -125,7 +124,7 @@ class Conversion:
 def to_ours(names: Names, theirs: Mapping[str, tuple[int, ...]]) -> tuple[list[Conversion], list[str]]:
     """Returns (conversions from their tensors to ours, names in `theirs` that match no entry of `names`).
 
-    `theirs` has the shapes of their tensors by name.
+    `theirs` maps the names of their tensors to shapes.
     """
     conversions: list[Conversion] = []
     unknown = []
@@ -173,9 +172,9 @@ def to_theirs(names: Names, ours: Iterable[str]) -> tuple[list[Conversion], list
 
 
 def parts_by_target(rule: Name, ours: Iterable[str]) -> dict[str, list[tuple[str, ...]]]:
-    """Maps names of their tensors to rows of our names: one row, or for a stacked tensor, a row for each expert.
+    """Maps each of their names to tuples of our names: one tuple per expert for a stacked tensor, otherwise one.
 
-    `ours` must contain the first name of each row.
+    Of each tuple, `ours` contains the first name; the other names may be missing.
     """
     free, ours = "".join(fields(rule.ours[0]) - fields(rule.theirs)), {*ours} if rule.beside else ours
     targets: dict[str, dict[int, tuple[str, ...]]] = {}
@@ -193,19 +192,19 @@ def _join(rule: Name, parts: Sequence[Tensor]) -> Tensor:
 
 
 def _cat(parts: Sequence[Tensor]) -> Tensor:
-    """`torch.cat`, which on meta tensors would make torch import its compiler (1.7 s)."""
+    """Like `torch.cat`, but fast for meta tensors, for which `torch.cat` imports the compiler (1.7 s)."""
     if parts[0].is_meta:
         return parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:])
     return torch.cat([*parts])
 
 
 def fields(template: str) -> set[str]:
-    """The letters in a name, such as `i` in `{i}`, that stand for numbers."""
+    """The letters of the placeholders in a name: `i` for `{i}`."""
     return set(re.findall(r"\{(\w)\}", template))
 
 
 def substitute(template: str, indices: Mapping[str, str]) -> str:
-    """Replace the letters in a name by numbers, given by letter."""
+    """Replace the placeholders in a name by numbers: `{i}` by `indices["i"]`."""
     for field, number in indices.items():
         template = template.replace(f"{{{field}}}", number)
     return template
@@ -217,8 +216,8 @@ def _regex(template: str) -> re.Pattern[str]:
 
 
 def match_indices(template: str, key: str) -> dict[str, str] | None:
-    """The numbers in `key`, by letter, if `key` matches the template; otherwise None."""
-    if not key.endswith(template[template.rfind("}") + 1 :]):  # compiling the pattern takes longer
+    """The numbers in `key`, by placeholder, if `key` matches the template; otherwise None."""
+    if not key.endswith(template[template.rfind("}") + 1 :]):  # faster than compiling the pattern
         return None
     match = _regex(template).fullmatch(key)
     return None if match is None else match.groupdict()

@@ -1,4 +1,4 @@
-"""OLMo 2: LLaMA with norms after attention and MLP, and on all of a token's queries and keys.
+"""OLMo 2: LLaMA with norms after attention and MLP, and norms over the queries and the keys of all heads.
 
 https://arxiv.org/abs/2501.00656
 """

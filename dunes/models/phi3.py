@@ -1,6 +1,6 @@
-"""Phi-3: Mistral whose files join queries, keys and values, and the MLP's gate and up. https://arxiv.org/abs/2404.14219
+"""Phi-3: Mistral with joined matrices in files (q, k and v; gate and up of the MLP). https://arxiv.org/abs/2404.14219
 
-The modules are Mistral's, or LLaMA's if there is no window. A changed model is saved as a Mistral or LLaMA.
+The modules are Mistral's, or LLaMA's if there is no window, and `checkpoint.save` saves them as such.
 """
 
 from typing import Any

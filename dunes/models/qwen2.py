@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5: LLaMA with biases on queries, keys and values. https://arxiv.org/abs/2407.10671
 
-transformers 5 replaces the pre-tokenization in the tokenizer file of a Qwen2 folder by Qwen's own, unless the
-tokenizer is loaded as PreTrainedTokenizerFast.
+For a Qwen2 folder, transformers 5 ignores the pre-tokenization in the tokenizer file and applies Qwen's own. To
+use the file's pre-tokenization, load the tokenizer as PreTrainedTokenizerFast.
 """
 
 from typing import Any

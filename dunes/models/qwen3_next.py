@@ -13,7 +13,6 @@ from dunes.models import llama, mixtral, qwen3_moe
 from dunes.models.config_values import (
     check_supported,
     flag,
-    layer_count,
     layer_types,
     quotient,
     rotary_share,
@@ -34,8 +33,8 @@ __all__ = ["ALIASES", "IGNORED_NAMES", "NAMES", "Config", "build", "from_hf", "r
 class Config(qwen3_moe.Config):
     """Qwen3-MoE's config; attention rotates `rotary_dim` dimensions of each head, and has no biases.
 
-    In place of attention, `recurrent` layers have a `GatedDeltaNet` with `value_heads`, `key_heads`, `value_dim`,
-    `key_dim` and a convolution of `width` tokens. `shared_hidden` is the width of the shared expert.
+    A layer with True in `recurrent` has, in place of attention, a `GatedDeltaNet` with `value_heads`, `key_heads`,
+    `value_dim`, `key_dim` and a convolution of `width` tokens. `shared_hidden` is the width of the shared expert.
     """
 
     rotary_dim: int
@@ -49,9 +48,10 @@ class Config(qwen3_moe.Config):
 
     @classmethod
     def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
-        """A config for training from scratch, like Qwen3-MoE's; two heads share keys if their number is even.
+        """A config for training from scratch, like Qwen3-MoE's. If the number of heads is even, every two heads
+        share keys.
 
-        Every fourth layer, and the last, has attention.
+        Every fourth layer and the last layer have attention.
         """
         base = vars(qwen3_moe.Config.from_size(vocab, dim, depth, context_length))
         heads, width, recurrent = base["heads"], base["head_dim"], (*_three_of(4, depth)[:-1], False)
@@ -99,9 +99,9 @@ def build(config: Config) -> Decoder:
 
 
 def read(model: Any, context_length: int) -> Config:
-    """The Config of a built model; `from_size` gives the sizes of a part that no layer has.
+    """The Config of a built model. Raises AttributeError if the model lacks an expected part.
 
-    Raises AttributeError if the model lacks an expected part.
+    If a model has no attention or no GatedDeltaNet, the sizes of the missing one are from `from_size`.
     """
     attns, moe = [block.attn for block in model.blocks], model.blocks[0].mlp
     recurrent = tuple(isinstance(attn, GatedDeltaNet) for attn in attns)
@@ -128,7 +128,7 @@ def from_hf(hf: dict[str, Any]) -> Config:
     check_supported(hf | {"mlp_only_layers": hf.get("mlp_only_layers") or []}, required)
     hf = {"head_dim": 256} | hf | {"intermediate_size": size(hf, "moe_intermediate_size")}
     quotient(hf, "linear_num_value_heads", "linear_num_key_heads")
-    default = _three_of(size(hf, "full_attention_interval", 4), layer_count(hf))
+    default = _three_of(size(hf, "full_attention_interval", 4), size(hf, "num_hidden_layers"))
     fields: dict[str, Any] = {field: size(hf, key) for field, key in SIZES.items()}
     fields |= {"recurrent": layer_types(hf, "linear_attention", default)}
     fields |= llama.config_fields(hf, partial=0.25) | moe_fields(hf, balance=0.001)
@@ -149,7 +149,7 @@ def to_hf(config: Config) -> dict[str, Any]:
 
 
 def refusal(config: Config) -> str:
-    """The reason why transformers cannot run a forward with this config; "" if it does not."""
+    """The reason why transformers cannot run a forward with this config; "" if it can."""
     return "no layer has attention, which the cache of transformers needs" if all(config.recurrent) else ""
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from dunes.models import llama
-from dunes.models.config_values import check_supported, layer_count, refuse_mixed_windows, size
+from dunes.models.config_values import check_supported, refuse_mixed_windows, size
 from dunes.models.llama import IGNORED_NAMES, NAMES
 from dunes.parts import Attention, Decoder
 
@@ -22,7 +22,8 @@ class Config(llama.Config):
 
     @classmethod
     def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
-        """A config for training from scratch; every fourth layer, or the last of fewer, has no positions."""
+        """A config for training from scratch. Every fourth layer has no positions; with 2 or 3 layers, the
+        last layer has none."""
         base = vars(llama.Config.from_size(vocab, dim, depth, context_length))
         return cls(**base, rotary=_every(min(4, max(2, depth)), depth))
 
@@ -53,7 +54,7 @@ def from_hf(hf: dict[str, Any]) -> Config:
     refuse_mixed_windows(hf)
     check_supported(hf, required={"use_sliding_window": False})
     fields = llama.config_fields(hf, base=2_000_000.0)
-    depth, rotary = layer_count(hf), hf.get("no_rope_layers")
+    depth, rotary = size(hf, "num_hidden_layers"), hf.get("no_rope_layers")
     if rotary is None:
         rotary = [*map(int, _every(size(hf, "no_rope_layer_interval", 4), depth))]
     if not isinstance(rotary, list) or len(rotary) < depth or any(flag not in (0, 1) for flag in rotary):

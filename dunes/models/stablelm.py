@@ -1,4 +1,4 @@
-"""StableLM (3B, Stable Code, 2 1.6B): LLaMA with LayerNorm and a quarter of each head rotated.
+"""StableLM (3B, Stable Code 3B, StableLM 2 1.6B): LLaMA with LayerNorm and a quarter of each head rotated.
 
 https://arxiv.org/abs/2402.17834
 """
@@ -17,7 +17,7 @@ from dunes.parts.position import PartialRotary
 
 @dataclass(frozen=True, kw_only=True)
 class Config(llama.Config):
-    """LLaMA's config; `rotary_dim` dimensions of each head are rotated, and `out` never has a bias."""
+    """LLaMA's config; `rotary_dim` dimensions of each head are rotated, and attention's `out` never has a bias."""
 
     rotary_dim: int
 
@@ -63,13 +63,13 @@ def read_fields(model: Any, context_length: int) -> dict[str, Any]:
 
 def from_hf(hf: dict[str, Any]) -> Config:
     """Convert a Hugging Face config.json to a Config. Raises ValueError for unsupported settings."""
-    # Unsupported: parallel blocks with one norm for both parts; norms of queries and keys with weights per head.
+    # Parallel blocks with a shared norm, and norms of queries and keys with weights per head, are not supported.
     check_supported(hf, required={"use_parallel_residual": False, "qk_layernorm": False})
     return Config(**config_fields(hf | {"mlp_bias": False, "attention_bias": flag(hf, "use_qkv_bias")}))
 
 
 def config_fields(hf: dict[str, Any], act: str = "silu", base: float = 1e4, share: float = 0.25) -> dict[str, Any]:
-    """The fields of a Config. `act` is the activation; `base` and `share` are defaults of the rotary positions."""
+    """The fields of a Config. `base` and `share` are the defaults of rope_theta and of the rotated share."""
     check_supported(hf, required={"hidden_dropout": 0.0})
     return llama.config_fields(hf | {"head_dim": None}, act, base, "layer_norm_eps", share)
 

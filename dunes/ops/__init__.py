@@ -1,4 +1,4 @@
-"""Tensor operations with a fast implementation beside the plain one, and checks of operations.
+"""Tensor operations, each with a fast and a plain implementation, and checks that compare the two.
 
 `operation` builds an operation from a forward and a backward function, and `check` tests it. Kernels are written
 with `Cpp`, `Metal`, or another class with a method `missing`.

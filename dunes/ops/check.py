@@ -1,8 +1,9 @@
 """Checks that compare an operation with its reference: dtypes, gradients, layouts, sizes and compilation.
 
-A case in which the reference raises an error is skipped. The operation's error may be up to a few rounding errors,
-or a few times the reference's error in the same dtype (at the inputs or next to them). All errors are relative to
-the reference in float64 (in float32 on Apple's GPU, which has no float64). Every call starts with equal seeds.
+A case in which the reference raises an error is skipped. All errors are relative to the reference in float64 (in
+float32 on Apple's GPU, which has no float64). A few rounding errors are allowed, and so are a few times the error
+that the reference has in the operation's dtype. The reference's error is the larger of two: at these inputs, and
+at slightly changed inputs. Every call starts with the same seed.
 """
 
 import math
@@ -33,7 +34,7 @@ Check = namedtuple("Check", "name result detail")
 Times = namedtuple("Times", "form reference operation")  # median seconds of a call
 
 SLACK, ROUNDINGS = 4, 4  # permitted errors, as multiples of the reference's error and of a rounding error
-SMALL = 1 / 2  # errors are relative to a tensor's largest number, or to SMALL times all tensors' largest if larger
+SMALL = 1 / 2  # errors are relative to the tensor's largest number, or to SMALL times a larger tensor's
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OUTPUTS = {"": slice(None), " of the first output alone": slice(1), " of the last output alone": slice(-1, None)}
@@ -44,11 +45,11 @@ class NotTried(Exception):
 
 
 class Fault(ValueError):
-    """Raised for a fault that no operation may have, even in cases in which operations may raise errors."""
+    """Raised for a fault that fails the check, even in cases in which the operation may raise an error."""
 
 
 class Report(NamedTuple):
-    """The checks' results and the measured times that `check` returns."""
+    """The results of the checks and the measured times; `check` returns a Report."""
 
     checks: list[Check]
     times: list[Times]
@@ -67,9 +68,9 @@ def check(
 ) -> Report:
     """Compare an operation with its reference on these arguments, print a report and return it.
 
-    Gradients are checked for inputs that require one (`requires_grad_()`). `op` is an `Operation`, an operator of
-    `torch.library.custom_op`, or any function; operators and functions need a `reference`. `backend` is passed to
-    torch.compile. Each time is measured for `seconds`; with 0, no times are measured.
+    Gradients are checked for inputs that require a gradient (`requires_grad_()`). `op` is an `Operation`, an
+    operator of `torch.library.custom_op`, or any function; operators and functions need a `reference`. `backend`
+    is passed to torch.compile. Each timing takes `seconds`; with 0, nothing is timed.
 
     If a check fails, the report is printed, and a ValueError with the name of the first failed check is raised.
     """
@@ -98,7 +99,7 @@ def check(
 
 
 def _attempt(row: str, plain_case: "Case", wrong: Sequence[str]) -> Check:
-    """Check the cases of a row until a case fails. Modes in `wrong`, which failed their own check, are skipped."""
+    """Check the cases of `row` until a case fails; dtype modes in `wrong`, whose own rows failed, are skipped."""
     (cases, modes), case = ROWS[row], plain_case
     results: list[Any] = ["there is no such input"]
     try:
@@ -112,7 +113,7 @@ def _attempt(row: str, plain_case: "Case", wrong: Sequence[str]) -> Check:
         return Check(row, "failed", f"{case.label}{_line(error)} ({case.mode}: {shapes})")
     errors = [pair for pair in results if isinstance(pair, tuple)]
     if not errors:
-        other = "failed" if row == "float32" else "not tried"  # the arguments themselves must be compared
+        other = "failed" if row == "float32" else "not tried"  # the float32 row must compare something
         return Check(row, "ok" if results[-1].startswith("refused") else other, results[-1])
     worst, ref_error = (max(pair) for pair in zip(*errors, strict=True))
     return Check(row, "ok", f"{plural(len(errors), 'case')}, error {worst:.1e}, the reference's {ref_error:.1e}")
@@ -130,7 +131,8 @@ def _gradient(y: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """One call to compare: its inputs, dtype mode, context, incoming gradient, and the outputs that receive it."""
+    """One call to compare: its inputs, dtype mode, context, incoming gradient, and the outputs that get this
+    gradient."""
 
     op: Form
     reference: Form
@@ -142,9 +144,9 @@ class Case:
     outputs: str = ""
     context: Form = nullcontext
     may_refuse: bool = False
-    wild: bool = False  # inputs are not finite, so gradients may be inf instead of NaN, or NaN instead of 0
+    wild: bool = False  # with inputs that are not finite, gradients may be inf instead of NaN, or NaN instead of 0
     seed: int = 0
-    graphs: tuple[bool, ...] = (False,)  # per backward: True if the next backward differentiates its gradients
+    graphs: tuple[bool, ...] = (False,)  # one per backward: True if the next backward differentiates the gradients
     after: Form | None = None  # a further check, called if the results are right
 
     @property
@@ -164,12 +166,12 @@ class Case:
         return next(iter(self.tensors.values())).device
 
     def replace(self, tensors: dict[str, Tensor], **changes: Any) -> "Case":
-        """A copy of the case with these inputs; each requires a gradient if the tensor that it replaces does."""
+        """A copy of the case with these inputs; a new tensor requires a gradient if the replaced tensor does."""
         like = {name: x.detach().requires_grad_(name in self.leaves) for name, x in tensors.items()}
         return replace(self, inputs=self.inputs | like, **changes)
 
     def call(self, form: Form, *arguments: Any) -> list[Tensor]:
-        """The outputs of `form`, which draws equal random numbers in each call."""
+        """The outputs of `form`, which is called with the same seed each time."""
         for seed in (torch.manual_seed, *(x.manual_seed for x in arguments if isinstance(x, torch.Generator))):
             seed(self.seed)
         return [y for y in tree_leaves(form(*arguments)) if y is not None]
@@ -182,7 +184,7 @@ class Case:
 def _evaluate(form: Form, c: Case) -> dict[str, Tensor]:
     """The outputs and gradients of `form`, by name.
 
-    If `form` writes into an input, an output or the incoming gradient, raises Fault, even if `form` raises an
+    Raises Fault if `form` writes into an input, an output or the incoming gradient, even if `form` raises an
     error.
     """
     watched = [_memory(x, f"its input {name}") for name, x in c.tensors.items()]
@@ -199,7 +201,7 @@ def _evaluate(form: Form, c: Case) -> dict[str, Tensor]:
             gradients = torch.autograd.grad(differentiable, of, grads, keep, create_graph, materialize_grads=True)
             results |= {f"gradient of {name}": g for name, g in zip(leaves, gradients, strict=True)}
             if create_graph:
-                # With the term x * x, autograd does not refuse a gradient without a graph by itself.
+                # Without the graph of x * x, autograd would raise its own error for a gradient without a graph.
                 differentiable = [g + x * x for g, x in zip(gradients, of, strict=True)]
                 leaves |= {f"incoming gradient {i + 1}": g for i, g in enumerate(grads)}
     finally:
@@ -220,9 +222,9 @@ def _describe(name: str, y: Tensor | None) -> str:
 
 
 def _compare(c: Case) -> tuple[float, float] | str:
-    """The numerical errors of operation and reference, or the text of an allowed exception of one of them.
+    """The numerical errors of operation and reference, or the message if one of them raises an allowed exception.
 
-    Raises ValueError if the results differ too much, and any exception of the operation that is not allowed.
+    Raises ValueError if the results differ too much. Any other exception of the operation is raised, too.
     """
     try:
         reference = _evaluate(c.reference, c)
@@ -267,7 +269,8 @@ def _judge(c: Case, own: Any, reference: Any, exact: Any) -> tuple[float, float]
 
 
 def _nearby(c: Case, name: str, exact: Any) -> float:
-    """The reference's error next to the inputs; at the inputs, the reference may be exact by chance."""
+    """The reference's error at slightly changed inputs, since the reference may be exact at the inputs by
+    chance."""
     moved: Form = lambda x, sign: x * (1 + sign * torch.finfo(x.dtype).eps * _gradient(x).abs())
     sides = [c.replace({n: moved(x, sign) for n, x in c.floats.items()}) for sign in (-1, 1)]
     results = (_evaluate(c.reference, side) for side in sides)
@@ -275,16 +278,16 @@ def _nearby(c: Case, name: str, exact: Any) -> float:
 
 
 def _errors(own: Any, reference: Any, exact: Any, c: Case) -> Iterator[tuple[str, float, float, str]]:
-    """For each tensor: its name, largest errors of operation and reference over finite numbers, worst values.
+    """For each tensor: its name, the largest errors of operation and reference, and the worst value as text.
 
-    Raises ValueError if a number that should be inf or NaN differs.
+    Only finite numbers count. Raises ValueError for a wrong inf or NaN.
     """
     exact = {name: y.detach() for name, y in exact.items()}
     sizes = {name: float(y.where(y.isfinite(), 0).abs().max()) if y.numel() else 0.0 for name, y in exact.items()}
     for name, y in ((name, y) for name, y in own.items() if y.numel()):
         value, ref, want = (x[name].detach().to(exact[name].dtype) for x in (own, reference, exact))
-        want = want.where(want.to(y.dtype).isfinite(), want.to(y.dtype).to(want.dtype))  # y's dtype overflows
-        # Gradients that cancel to nearly 0 still have the errors of outputs, such as softmax's.
+        want = want.where(want.to(y.dtype).isfinite(), want.to(y.dtype).to(want.dtype))  # overflow of y's dtype
+        # Gradients that nearly cancel, such as softmax's, have errors of the size of the outputs' errors.
         floor = min(1.0, *(size for output, size in sizes.items() if output[0] == "o")) * (name[0] == "g")
         largest = max(sizes[name], floor, *(SMALL * size for other, size in sizes.items() if other[0] == name[0]))
         overflows = want.isfinite() & ~((ref - want).abs() <= largest / 2)  # an overflow inside the reference
@@ -308,7 +311,8 @@ def _with(get: Form, change: Form, value: Any) -> ExitStack:
 
 
 def _choices(c: Case) -> Iterator[Case]:
-    """Cases that vary which inputs require a gradient, which outputs receive one, or the context of the call."""
+    """Cases that vary which inputs require a gradient, which outputs get a gradient, or the context of the
+    call."""
     for outputs in OUTPUTS:
         yield replace(c, outputs=outputs, label=f"gradient{outputs}: " * bool(outputs))
     for names in chain.from_iterable(combinations(c.leaves, n) for n in range(len(c.leaves))):
@@ -329,13 +333,13 @@ def _variants(vary: Form, c: Case) -> Iterator[Case]:
             yield c.replace(tensors, label=f"{variant} {' and '.join(names)}: ")
     gradient_variants = max(variants.values(), key=len, default={})
     for outputs, variant in product(OUTPUTS, gradient_variants) if c.leaves else ():
-        # If the gradient has too few dimensions for a layout, the reference raises an error, too.
+        # A gradient with too few dimensions for a layout raises an error in the reference, too.
         gradient = lambda y, variant=variant: dict(vary(_gradient(y)))[variant]
         yield replace(c, gradient=gradient, outputs=outputs, label=f"{variant} the gradient{outputs}: ")
 
 
 def _layouts(x: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Variants of x: slices of buffers filled with NaN, permuted dimensions, and expanded first elements."""
+    """x in a NaN-filled buffer, x with permuted dimensions in memory, and first slices of x expanded."""
     nan = torch.full_like(x, math.nan if x.is_floating_point() else 0)
     yield "one number behind the start of memory,", torch.cat([nan.flatten()[:1], x.flatten()])[1:].view(x.shape)
     yield "one number repeated in", x.flatten()[0].expand(x.shape)
@@ -419,7 +423,7 @@ def _gradcheck(c: Case) -> Iterator[Case]:
 
 
 def _repeat(c: Case) -> Iterator[Case]:
-    """Cases of several calls, and of tensors that are overwritten."""
+    """Cases with several calls, and with tensors that are overwritten between calls."""
     halves = c.replace({name: x / 2 for name, x in c.floats.items()})
     interrupted = lambda *arguments: (c.op(*arguments), _evaluate(c.op, halves))[0]
     yield from [replace(case, op=interrupted) for case in (c, halves)] * 4

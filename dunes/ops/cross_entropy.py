@@ -1,10 +1,11 @@
 """Cross entropy of a linear head, without materialising all logits.
 
 The plain version writes (N, V) logits, their log-softmax and both gradients to memory: 64 MB each for 4,096 tokens
-and a vocabulary of 4,096. The fused version processes the tokens in chunks. It computes the gradients in the
-forward pass, from each chunk's probabilities; the backward pass only multiplies them by a scalar. A chunk's logits
-fit the CPU's cache, but a chunk has at least MIN_TOKENS tokens, since each chunk reads the head and adds to its
-gradient (D=768, V=32,000, bfloat16, two threads, 512 tokens in chunks of 65 / 262 / 524: 572 / 227 / 210 ms).
+and a vocabulary of 4,096. The fused version processes the tokens in chunks. The forward pass computes the
+gradients, from each chunk's probabilities; the backward pass only multiplies the gradients by a scalar. A chunk's
+logits fit into the CPU's cache, unless the chunk would have fewer than MIN_TOKENS tokens. Small chunks are slow,
+since each chunk reads the head and adds to the head's gradient: 512 tokens in chunks of 65 / 262 / 524 take 572 /
+227 / 210 ms (D=768, V=32,000, bfloat16, two threads).
 """
 
 # Shapes: N tokens, D width, V vocabulary.
@@ -21,8 +22,8 @@ from dunes.ops.operation import autocast_dtype, once_differentiable, without_aut
 IGNORE = -100
 """Target id of a position that does not count in the loss, as in PyTorch."""
 CHUNK = {"cpu": 1 << 21}  # logits per chunk that fit the cache
-MIN_TOKENS = 256  # fewest tokens per chunk, or the head's width if that is less, to limit the memory of logits
-LARGE_CHUNK = 1 << 28  # logits per chunk on devices where launching a kernel costs more than memory
+MIN_TOKENS = 256  # minimum tokens per chunk; the head's width if smaller, to limit the memory of logits
+LARGE_CHUNK = 1 << 28  # logits per chunk on GPUs, where launching a kernel costs more than memory
 
 
 def plain(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -37,17 +38,17 @@ def fused(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     states may be inf or NaN.
     """
     needs_grad = [torch.is_grad_enabled() and t.requires_grad for t in (x, weight)]
-    # The first call of a custom operator takes a second.
+    # Eager calls avoid the custom operator, whose first call takes a second.
     apply: Any = linear_cross_entropy if torch.compiler.is_compiling() else _Fused.apply
     loss: Tensor = apply(x, weight, targets, autocast_dtype(x), *needs_grad)[0]
     return loss
 
 
 def per_token(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """The cross entropy (N,) of each target, at least float32; 0 for IGNORE. Arguments as in `fused`.
+    """The cross entropy (N,) of each target, in float32 or wider; 0 for IGNORE. Arguments as in `fused`.
 
-    The gradient of a token depends on how its loss is used, so each chunk's logits are computed once more in the
-    backward pass.
+    Gradients depend on how each token's loss is used, so each chunk's logits are computed again in the backward
+    pass.
     """
     dtype = autocast_dtype(x)
 
@@ -70,7 +71,7 @@ def _chunk_size(x: Tensor, weight: Tensor) -> int:
 def _loss_and_gradients(
     x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, states: bool, head: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The summed loss and its gradients (float32): of the hidden states if `states`, of the head if `head`.
+    """The summed loss, and float32 gradients for the hidden states (if `states`) and for the head (if `head`).
 
     A gradient that is not requested is an empty tensor.
     """
@@ -97,7 +98,7 @@ def _loss_and_gradients(
     return loss, dx, dw
 
 
-# An operator, since a compiled graph would unroll the chunks and recompile for each number of tokens.
+# A torch operator, since torch.compile would unroll the chunks and recompile for each number of tokens.
 linear_cross_entropy = torch.library.custom_op("dunes::linear_cross_entropy", _loss_and_gradients, mutates_args=())
 
 
@@ -132,11 +133,11 @@ class _Fused(torch.autograd.Function):
 
 
 def _chunk(x: Tensor, head: Tensor, targets: Tensor, mask: Tensor, needs_grad: bool) -> tuple[Tensor, Tensor]:
-    """Summed loss of the tokens in `mask`, and with `needs_grad` the gradient of the logits (chunk, V)."""
+    """Summed loss of the tokens in `mask`, and with `needs_grad` its gradient with respect to the logits."""
     logits = (x @ head.T).float()
     probs = logits.softmax(-1)
     index = targets.where(mask, 0)[:, None]
-    # The largest probability never underflows, so logsumexp can be computed from it exactly.
+    # logsumexp is exact if computed from the largest probability, which never underflows.
     logsumexp = logits.amax(-1, keepdim=True) - probs.amax(-1, keepdim=True).log()
     loss = (logsumexp - logits.gather(1, index))[:, 0].where(mask, 0.0).sum()
     if not needs_grad:

@@ -1,8 +1,8 @@
-"""Mixture of experts: each token is routed to a few of many MLPs and gets their weighted sum.
+"""Mixture of experts: each token is routed to a few of many MLPs and gets the weighted sum of their outputs.
 
-`plain` and `grouped` compute the same. `plain` calls each expert (any module) with its tokens. `grouped` sorts the
-tokens by expert and makes three grouped matrix products (gate, up and down), each for all experts at once.
-Milliseconds, plain / grouped, on one thread with AMX (`benchmarks/experts.py`):
+`plain` and `grouped` compute the same function. `plain` calls each expert (any module) with its tokens. `grouped`
+sorts the tokens by expert and makes three grouped matrix products (gate, up and down), each for all experts at
+once. Milliseconds, plain / grouped, on one thread with AMX (`benchmarks/experts.py`):
 
     experts x dim x hidden, chosen       tokens      1          16         256        1024
     8 x 512 x 512, 2   inference float32     0.7 / 1.0   2.5 / 2.2   10 / 9.8   33 / 30
@@ -14,10 +14,10 @@ Milliseconds, plain / grouped, on one thread with AMX (`benchmarks/experts.py`):
                        training  float32      10 / 7.6    14 / 12    28 / 24    65 / 58
                                  bfloat16     22 / 21     36 / 28    57 / 45   101 / 89
 
-Without gradients the grouped version is faster from about two tokens per expert on. In training it is faster with
-many narrow experts; with a few wide experts, the plain version is up to a third faster. With the grouped version,
-complete training steps of a Mixtral with 5 layers of 8 x 384 x 512, 2 take 1.2 to 1.4 times as long (bfloat16,
-EPYC).
+Without gradients the grouped version is faster from about two tokens per expert on. In training, the grouped
+version is faster with many narrow experts; with a few wide experts, the plain version is up to a third faster. A
+training step of a Mixtral (5 layers of 8 experts, 384 x 512, 2 chosen; bfloat16, EPYC) takes 1.2 to 1.4 times as
+long with the grouped version.
 """
 
 # Shapes: N tokens, k experts per token, E experts, D width, H an expert's hidden width, S rows (N * k).
@@ -73,7 +73,8 @@ def plain(x: Tensor, experts: Sequence[Callable[[Tensor], Tensor]], expert_ids: 
 
 @contextmanager
 def one_by_one() -> Iterator[None]:
-    """A context that forces the plain version, which calls the experts' linear layers, so that their hooks run."""
+    """A context that forces the plain version, so that the experts' linear layers are called and their hooks
+    run."""
     token = _ONE_BY_ONE.set(True)
     try:
         yield
@@ -106,7 +107,7 @@ def grouped(x: Tensor, stacks: Stacks, expert_ids: Tensor, weights: Tensor) -> T
     def multiply(rows: Tensor, weight: Stack) -> Tensor:
         if not isinstance(weight, Tensor):
             return cast(Tensor, products(rows.to(dtype), weight, ends, False))
-        weight = weight.to(dtype)  # neither grouped_mm nor a custom operator knows autocast
+        weight = weight.to(dtype)  # autocast ignores grouped_mm and custom operators
         if not torch.is_grad_enabled() and not isinstance(rows, FakeTensor):
             return F.grouped_mm(rows, weight.mT, offs=ends)  # a custom operator's first call takes a second
         y: Tensor = product(rows, weight, ends)
@@ -185,12 +186,12 @@ products.register_autograd(_backward_each, setup_context=_setup_context_each)
 
 
 def aligned(weight: Tensor, dtype: torch.dtype) -> bool:
-    """True if both sides of the matrix are multiples of 16 bytes in this dtype, as grouped_mm requires."""
+    """True if both dimensions of the matrix are multiples of 16 bytes in this dtype, as grouped_mm requires."""
     return all(side * dtype.itemsize % 16 == 0 for side in weight.shape)
 
 
 def stack_view(weights: Sequence[Tensor]) -> Tensor:
-    """One view (E, ...) of weights that are `adjacent`; its gradient is passed on to each weight."""
+    """One view (E, ...) of weights that are `adjacent`; the view's gradient is passed on to each weight."""
     if torch.is_grad_enabled():
         view: Tensor = _Stacked.apply(*weights)  # type: ignore[no-untyped-call]
         return view
@@ -228,20 +229,20 @@ class _Stacked(torch.autograd.Function):
 def fits(x: Tensor, weights: Sequence[Tensor], tokens_per_expert: float) -> bool:
     """True if the grouped version should be used for tokens x (N, D).
 
-    `weights` are the matrices of one expert, and `tokens_per_expert` is an average. With several ranks it is
-    False, since FSDP may shard the weights.
+    `weights` are the matrices of one expert, and `tokens_per_expert` is an average. The result is False with
+    several ranks, since FSDP may shard the weights.
     """
     if not torch.compiler.is_compiling() and _ONE_BY_ONE.get():
         return False
     dtype = autocast_dtype(x)
     supported = dtype == torch.bfloat16 or (x.device.type == "cpu" and dtype != torch.float64)
-    # A model that is loaded module by module has weights on the meta device.
+    # While a model is loaded module by module, other modules have weights on the meta device.
     on_device = all(w.device == x.device for w in weights)
     if not supported or not on_device or not all(aligned(w, dtype) for w in weights):
         return False
     if ranks.count() > 1:
         return False
-    # A graph of separate calls would be long and depend on each expert's number of tokens.
+    # A compiled plain version would be a long graph that depends on each expert's number of tokens.
     if torch.compiler.is_compiling():
         return True
     if torch.is_grad_enabled():

@@ -1,13 +1,13 @@
-"""Matrix products and attention of bfloat16 tensors, computed in float32 on CPUs where this is faster.
+"""Matrix products and attention of bfloat16 tensors, computed in float32 on CPUs where float32 is faster.
 
 Without AMX, oneDNN multiplies bfloat16 at half the rate of float32 (Xeon with AVX512_BF16, 256 tokens, 384 x 1,024
 weights, one thread: 84 and 154 GFLOP/s). Converting a matrix to float32 takes less time than the float32 products
 save. Results are rounded to bfloat16 only once, so they are at least as exact as bfloat16 products.
 
-The Gram matrix of inputs is the sum of x xT in float32. Only its upper triangle is computed, in panels of rows.
-For bfloat16 inputs, products in bfloat16 give the same matrix up to 1e-6, because products of two bfloat16 numbers
-are exact in float32 and AMX accumulates in float32. bfloat16 products are faster (4,096 tokens, 5,632 inputs, two
-threads: 0.82 s plain, 0.47 s in panels, 0.24 s in panels with bfloat16 products).
+The Gram matrix of inputs is the sum of x x^T over the tokens, in float32. Only the upper triangle is computed, in
+panels of rows. For bfloat16 inputs, products in bfloat16 give the same matrix up to 1e-6: a product of two
+bfloat16 numbers is exact in float32, and AMX accumulates in float32. Products in bfloat16 are faster (4,096
+tokens, 5,632 inputs, two threads: 0.82 s plain, 0.47 s in panels, 0.24 s in panels with bfloat16 products).
 """
 
 # Shapes: N tokens, I inputs.
@@ -26,23 +26,23 @@ from dunes import measure
 from dunes.ops.operation import without_autocast
 
 MIN_TOKENS = 128
-"""Fewest tokens for float32 products; with 64, the gain equals the cost of conversion (10M, 124M parameters)."""
+"""Minimum number of tokens for float32 products; with 64, they gain only the time of converting the weights."""
 PANELS, NARROWEST = 8, 256  # number of panels of the Gram matrix, and minimum rows of a panel
 
 
 def float32_products(weight: Tensor, tokens: int) -> AbstractContextManager[Any]:
-    """`Float32Products` if it makes a forward of `tokens` tokens faster, otherwise a null context."""
+    """`Float32Products` if float32 products make a forward of `tokens` tokens faster, otherwise a null context."""
     return Float32Products() if multiplies_in_float32(weight, tokens) else nullcontext()
 
 
 def multiplies_in_float32(weight: Tensor, tokens: int) -> bool:
-    """True if float32 products make a forward of `tokens` tokens faster, for weights like `weight`."""
+    """True if float32 products make a forward of `tokens` tokens faster, for weights of this dtype and device."""
     applies = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and tokens >= MIN_TOKENS
     return applies and float32_is_faster()
 
 
 _recorded: list[bool] = []
-"""The recorded run's choice while a recorded run is repeated; otherwise empty."""
+"""The result of `float32_is_faster` in a recorded run, while that run is repeated; otherwise empty."""
 
 
 def repeat_choice(faster: bool | None) -> None:
@@ -56,7 +56,7 @@ def repeat_choice(faster: bool | None) -> None:
 def float32_is_faster() -> bool:
     """True if float32 products are clearly faster than bfloat16 products on this machine.
 
-    Results depend on this choice, so the choice depends only on the kind of processor and does not vary between
+    Since results depend on this choice, the choice depends only on the processor's type and is the same in all
     runs.
     """
     return _recorded[0] if _recorded else measure.choose_dtype(torch.device("cpu")) == torch.float32
@@ -103,7 +103,7 @@ def add_gram(matrix: Tensor, x: Tensor) -> None:
 
 
 def mirror(matrix: Tensor) -> None:
-    """Copy the upper triangle of a matrix (I, I) to the lower one."""
+    """Copy the upper triangle of a matrix (I, I) to the lower triangle."""
     for start, stop in _panels(len(matrix)):
         matrix[stop:, start:stop] = matrix[start:stop, stop:].T
         square = matrix[start:stop, start:stop]  # some products of float32 are not exactly symmetric
@@ -118,7 +118,7 @@ def _panels(inputs: int) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def _exact_products(x: Tensor) -> Iterator[None]:
-    """A context that computes float32 products in bfloat16 if x is bfloat16 on a CPU and this is faster."""
+    """Inside this context, float32 products run in bfloat16 if x is bfloat16 on a CPU and bfloat16 is faster."""
     cpu = x.dtype == torch.bfloat16 and x.device.type == "cpu"
     with nullcontext() if not cpu or float32_is_faster() else _products_allow_bfloat16():
         yield

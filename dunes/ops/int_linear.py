@@ -1,15 +1,15 @@
-"""Linear layers with int8 or int4 codes. For a few rows on a CPU they use torch's packed kernels.
+"""Linear layers with int8 or int4 codes. On a CPU, torch's packed kernels multiply inputs of a few rows.
 
 int8 codes have one scale per output. The plain implementation casts the codes to x's dtype (bfloat16 represents
-them exactly) and scales the outputs, which takes 0.3 to 0.6 of the time of scaling the matrix. The packed product
-reads the codes directly, and for a few rows it is faster than a bfloat16 product. From 16 rows on it is slower
-than the plain implementation, and in float32 it is not vectorized.
+them exactly) and scales the outputs. Scaling the outputs takes 0.3 to 0.6 of the time of scaling the matrix. The
+packed product reads the codes directly and is faster than a bfloat16 product for a few rows. From 16 rows on, the
+packed product is slower than the plain implementation. In float32, the packed product is not vectorized.
 
 int4 codes have one scale and zero point per group of inputs. The packed product reads half a byte per weight. For
-2048 x 2048 weights and 1 / 4 / 16 rows, it takes 0.20 / 0.37 / 1.6 ms on one thread; a bfloat16 product takes 0.56
-ms, and dequantizing into a dense matrix 3 ms. The packed product sums in float32, with offsets in bfloat16.
-Rounding the outputs causes an error of about 0.2 %, as in a bfloat16 product. The packed layout is private to
-torch and specific to the CPU, so this layout is never saved, but made from the codes on first use.
+2048 x 2048 weights and 1 / 4 / 16 rows, the packed product takes 0.20 / 0.37 / 1.6 ms on one thread; a bfloat16
+product takes 0.56 ms, and dequantizing into a dense matrix 3 ms. The packed product sums in float32; its scales
+and offsets are bfloat16. Rounding the outputs causes an error of about 0.2 %, as in a bfloat16 product. The packed
+layout is private to torch and specific to the CPU. The layout is made from the codes on first use and never saved.
 """
 
 # Shapes: I inputs, O outputs, G groups of a row.
@@ -21,16 +21,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 INT8_ROWS = 4
-"""Maximum rows of the int8 packed product. It takes 0.3 to 0.7 of a bfloat16 product's time with 1 row, 0.5 to 0.9
-with 4 rows."""
+"""Maximum rows of the int8 packed product. The packed product takes 0.3 to 0.7 of a bfloat16 product's time with 1
+row, 0.5 to 0.9 with 4 rows."""
 INT8_WIDTH = 32
-"""The int8 packed product needs a number of inputs that is a multiple of this."""
+"""The number of inputs of the int8 packed product must be a multiple of INT8_WIDTH."""
 ALIGNED = 64
 """Alignment, in bytes, of the memory that the int8 packed product reads."""
 
 INT4_ROWS = 16
-"""Maximum rows of the int4 packed product; with 32 rows it takes as long as dequantizing."""
-WIDTHS, OUTPUTS = (32, 64, 128, 256), 16  # the int4 kernel's group sizes; OUTPUTS divides the number of outputs
+"""Maximum rows of the int4 packed product; with 32 rows, the product takes as long as dequantizing."""
+WIDTHS, OUTPUTS = (32, 64, 128, 256), 16  # group sizes of the int4 kernel; divisor of its number of outputs
 MIDDLE = 8  # the kernel reads this code as zero
 
 
@@ -53,7 +53,7 @@ def int8_linear(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def _aligned(x: Tensor, codes: Tensor) -> bool:
-    """True if the packed product can read these tensors. Unaligned codes, as in a mapped file, end the process.
+    """True if the packed product can read these tensors. Unaligned codes, as in a mapped file, crash the process.
 
     Codes need no alignment if the number of outputs is a multiple of four.
     """
@@ -66,7 +66,7 @@ def plain(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def packed(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    # The kernel would round scales to bfloat16; results would differ by 0.2 % from those for many rows.
+    # Scales are applied here, since the kernel would round them to bfloat16 (an error of 0.2 %).
     sums: Tensor = torch._weight_int8pack_mm(x.reshape(-1, x.shape[-1]), codes, x.new_ones(len(codes)))
     return (sums * scale).to(x.dtype).view(*x.shape[:-1], len(codes))
 

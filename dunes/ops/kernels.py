@@ -89,7 +89,7 @@ def why_not_compiled() -> str:
         get_cpp_compiler()
     except RuntimeError:
         return "no C++ compiler; install g++ or clang"
-    except OSError as error:  # importing the compiler creates its cache folder
+    except OSError as error:  # the import creates the compiler's cache folder, which may fail
         return one_line(error)
     return ""
 

@@ -1,8 +1,9 @@
 """Linear recurrences of a matrix state with decay; updates may follow the delta rule.
 
-The state is S_t = a_t S_{t-1} + k_t u_t^T, and the output S_t^T q_t. Without `beta`, u_t is v_t, as in Mamba-2
+The state is S_t = a_t S_{t-1} + k_t u_t^T, and the output is S_t^T q_t. Without `beta`, u_t is v_t, as in Mamba-2
 (https://arxiv.org/abs/2405.21060). With `beta`, u_t follows the gated delta rule: beta_t (v_t - a_t S_{t-1}^T k_t)
-(https://arxiv.org/abs/2412.06464). `plain` computes one token after another, `chunked` uses matrix products.
+(https://arxiv.org/abs/2412.06464). `plain` computes one token after another; `chunked` computes chunks of tokens
+by matrix products.
 """
 
 # Shapes: B batch, H heads, T tokens, K width of keys, V width of values, N chunks of C tokens.
@@ -24,11 +25,11 @@ def recurrence(
     beta: Tensor | None = None,
     documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The outputs (B, H, T, V) and the last state, in the faster of the two forms.
+    """The outputs (B, H, T, V) and the last state, computed by the faster of `plain` and `chunked`.
 
     `q` and `k` are (B, H, T, K), `v` (B, H, T, V), `log_decay` (at most 0) and `beta` (B, H, T), `state` (B, H, K,
-    V), all of one dtype, float32 or wider. `documents` (B or 1, T) is the number of each token's document. The
-    first document continues `state`; the state is zero at the start of each later document.
+    V), all of one dtype, float32 or wider. `documents` (B or 1, T) contains, for each token, the number of its
+    document. The first document continues `state`; the state is zero at the start of each later document.
     """
     return (plain if v.shape[2] == 1 else chunked)(q, k, v, log_decay, state, beta, documents)
 
@@ -42,7 +43,7 @@ def plain(
     beta: Tensor | None = None,
     documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`recurrence`, one token after another."""
+    """The results of `recurrence`, computed one token after another."""
     decay, outputs = log_decay.exp(), []
     if documents is not None:
         decay = decay * (documents.diff(dim=1, prepend=documents[:, :1]) == 0)[:, None]
@@ -64,7 +65,7 @@ def chunked(
     beta: Tensor | None = None,
     documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`recurrence`, computed in chunks; a triangular system gives the delta rule's updates inside a chunk."""
+    """The results of `recurrence`, by chunks; a triangular system gives the delta rule's updates in a chunk."""
     length = v.shape[2]
     size = min(CHUNK, length)
     extra = -length % size

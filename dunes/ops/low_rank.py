@@ -2,9 +2,9 @@
 
 LoRA https://arxiv.org/abs/2106.09685, QLoRA https://arxiv.org/abs/2305.14314
 
-A function computes W twice, in the forward pass and in the backward pass, so that no dense copy of a quantized
-weight and no autocast copy stays in memory. The fused version adds the update into the layer's output; the plain
-version allocates the update and the sum.
+The function `dense` computes W in the forward pass and again in the backward pass, so that no dense copy of a
+quantized weight and no autocast copy stays in memory. The fused version adds the update into the layer's output;
+the plain version allocates the update and the sum.
 """
 
 # Shapes: N tokens, I inputs, O outputs, R rank.
@@ -69,7 +69,7 @@ class _Fused(torch.autograd.Function):
         grad = grad.reshape(-1, grad.shape[-1])
         with without_autocast(grad):
             grad_low = (grad @ b.to(grad.dtype)).mul_(ctx.scale)
-        da, db = grad_low.T @ flat, (low.T @ grad).mul_(ctx.scale).T  # few rows first is faster in oneDNN
+        da, db = grad_low.T @ flat, (low.T @ grad).mul_(ctx.scale).T  # oneDNN is faster with few rows on the left
         dx = None
         if ctx.needs_input_grad[0]:
             dx = (grad @ ctx.dense().to(grad.dtype)).addmm_(grad_low, a.to(grad.dtype))

@@ -7,9 +7,9 @@
     def exp(x: Tensor) -> Tensor:
         return x.exp()
 
-The reference defines the operation: tracing takes shapes and dtypes from it, `ops.check` compares with it, and the
-reference runs where the operation cannot. Compiled graphs and exports call an operator of `torch.library`. Eager
-calls use an autograd.Function, which has less overhead.
+The reference defines the operation: `ops.check` compares results with the reference, and tracing takes shapes and
+dtypes from it. Where the operation cannot run, the reference runs. Compiled graphs and exports call an operator of
+`torch.library`. Eager calls use an autograd.Function, which has less overhead.
 """
 
 import inspect
@@ -37,7 +37,7 @@ SPECIAL = ("grad", "grads", "output", "outputs", "kept", "needs_grad")
 
 @dataclass(eq=False, repr=False)
 class Operation:
-    """The result of `operation`: a callable with the forward's parameters, differentiated by the backward."""
+    """The result of `operation`: a callable with the forward's parameters; the backward computes its gradients."""
 
     name: str
     forward: Callable[..., Any]
@@ -74,7 +74,8 @@ class Operation:
         return f"<operation {self.name}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Operation":
-        """The operation itself, so that models that contain it can be copied; deepcopy does not copy functions."""
+        """The operation itself: like a function, an operation is not copied when a model that contains it is
+        copied."""
         return self
 
     def _call(self, args: Sequence[Any], device: str) -> Any:
@@ -118,7 +119,7 @@ class Operation:
             warnings.warn(f"{self.name} is computed by its reference: {reason}", stacklevel=4)
 
     def gradients(self, ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Call the backward. Returns one item for each argument of the forward: its gradient or None.
+        """Call the backward. Returns a gradient or None for each argument of the forward.
 
         Raises ValueError unless the backward returns a value for each tensor argument.
         """
@@ -140,7 +141,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Saved:
-    """The parameters of a backward, and which tensors and values the forward saves for them."""
+    """The parameters of a backward, and the tensors and values that the forward saves for these parameters."""
 
     parameters: list[str]
     inputs: list[str]
@@ -154,7 +155,7 @@ class Saved:
 
     @classmethod
     def of(cls, op: Operation) -> "Saved":
-        """Read the parameters of the operation's backward. Raises ValueError for an unknown parameter name."""
+        """The `Saved` for the operation's backward. Raises ValueError for an unknown parameter name."""
         backward = op.backward.forward if isinstance(op.backward, Operation) else op.backward
         assert backward is not None
         parameters = list(inspect.signature(backward).parameters)
@@ -202,20 +203,20 @@ def operation(
     """A decorator that turns a forward function into an `Operation`.
 
     An operation supports autograd, torch.compile, export, autocast and fake tensors. The forward needs annotations
-    as for `torch.library.custom_op`; sequences of tensors are not supported. The forward returns new tensors and
-    does not write into its arguments. `name` is `namespace::name`.
+    as for `torch.library.custom_op`; sequences of tensors are not supported. The forward must return new tensors
+    and must not write into its arguments. `name` is `namespace::name`.
 
     reference: the same function in plain PyTorch, differentiable by autograd.
-    backward: a function that returns a gradient or None for each tensor argument. Its parameter names select its
-        arguments: `grad` (or `grads`, for several outputs), any parameter of the forward, `output` (or `outputs`),
-        `needs_grad` (one bool for each tensor), and `kept`. With `kept`, the forward returns (output, *kept), and
-        callers get only the output. Second derivatives raise ValueError.
-    fake: returns empty outputs of the right shape, for tracing. Default: the reference.
-    kernels: `Cpp`, `Metal`, or an object with their method `missing`. Where they cannot run, the reference runs,
-        with one warning. A backward that uses kernels must itself be an `Operation`.
-    autocast: dtype to which floating-point tensors are cast under autocast. By default they are not cast. Autocast
-        is disabled inside the operation.
-    compiled: "reference" lets torch.compile fuse the reference, and registers no torch operator.
+    backward: a function that returns a gradient or None for each tensor argument. Its parameters may have these
+        names: `grad` (or `grads`, for several outputs), the names of the forward's parameters, `output` (or
+        `outputs`), `needs_grad` (one bool for each tensor), and `kept`. With `kept`, the forward returns
+        (output, *kept), and callers get only the output. Second derivatives raise ValueError.
+    fake: a function that returns empty outputs of the right shape, for tracing. Default: the reference.
+    kernels: a `Cpp`, a `Metal`, or another object with a method `missing`. Where the kernels cannot run, the
+        reference runs, with one warning. A backward that uses kernels must itself be an `Operation`.
+    autocast: dtype to which floating-point tensors are cast under autocast. By default, tensors are not cast.
+        Autocast is disabled inside the operation.
+    compiled: with "reference", torch.compile fuses the reference, and no torch operator is registered.
 
     Raises ValueError for an unknown parameter of the backward, and for types that torch.library does not support.
     """
@@ -252,7 +253,7 @@ def _eager_function(op: Operation) -> type[torch.autograd.Function]:
 def once_differentiable(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a backward so that it records no graph and second derivatives raise ValueError.
 
-    With torch's own decorator, second derivatives are silently wrong if the incoming gradient is constant.
+    With torch's `once_differentiable`, second derivatives are silently wrong for a constant incoming gradient.
     """
 
     def once(ctx: Any, *grads: Tensor) -> Any:
@@ -346,6 +347,6 @@ def autocast_enabled(x: Tensor) -> bool:
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """A context that disables autocast on x's device.
 
-    If autocast is off, it is a null context, since exported graphs cannot contain autocast contexts.
+    If autocast is off, a null context is returned, since exported graphs cannot contain autocast contexts.
     """
     return torch.autocast(x.device.type, enabled=False) if autocast_enabled(x) else nullcontext()

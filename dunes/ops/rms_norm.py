@@ -1,10 +1,10 @@
 """Root mean square norm (RMSNorm): https://arxiv.org/abs/1910.07467
 
-The mean is computed in float32. The result has the dtype of the next matrix product, which saves a cast in each
-layer that reads it. The fused version stores one more number per row for the backward pass.
+The mean is computed in float32. The result has the dtype of the next matrix product, so the layers that read the
+result need no cast. For the backward pass, the fused version stores its inputs and one number per row.
 """
 
-# Shapes: ... any, D width.
+# Shapes: D width; ... stands for any dimensions.
 
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from torch.overrides import wrap_torch_function
 from dunes.ops.operation import autocast_dtype, once_differentiable
 
 
-@wrap_torch_function(lambda x, *args: (x,))  # lets a TorchFunctionMode replace it
+@wrap_torch_function(lambda x, *args: (x,))  # lets a TorchFunctionMode replace the function
 def plain(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
     return (y * weight.float()).to(autocast_dtype(x))

@@ -1,8 +1,8 @@
 """Rotary position embedding (RoPE): https://arxiv.org/abs/2104.09864
 
 In the half-split layout dimension i pairs with i + D/2; in the adjacent layout 2i pairs with 2i + 1. The fused
-version writes each half once, and its backward pass rotates the gradient back by the same angles. The plain
-version makes four full copies in the forward pass and four in the backward pass.
+version allocates only its result; its backward pass rotates the gradient by the negative angles. The plain version
+makes four full copies in the forward pass and four in the backward pass.
 """
 
 # Shapes: B batch, T tokens, H heads, D head dim.
@@ -14,7 +14,7 @@ from torch.overrides import wrap_torch_function
 from dunes.ops.operation import operation
 
 
-@wrap_torch_function(lambda x, *args: (x,))  # lets a TorchFunctionMode replace it
+@wrap_torch_function(lambda x, *args: (x,))  # lets a TorchFunctionMode replace the function
 def plain(x: Tensor, cos: Tensor, sin: Tensor, adjacent: bool = False) -> Tensor:
     a, b = _pairs(x, adjacent)
     rotated = a * cos - b * sin, b * cos + a * sin
@@ -40,7 +40,7 @@ def _pairs(x: Tensor, adjacent: bool) -> tuple[Tensor, Tensor]:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int, adjacent: bool) -> Tensor:
-    # In inference, keep x's layout (tokens first): attention returns it, and the output projection reads it.
+    # In inference, keep x's layout (tokens before heads): attention's output then has it, and `out` reads it.
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if torch.is_grad_enabled() else torch.empty_like(x)
     (a, b), (first, second) = _pairs(x, adjacent), _pairs(y, adjacent)
     torch.mul(a, cos, out=first)

@@ -1,15 +1,16 @@
 """Scaled dot-product attention, grouped (GQA) if k and v have fewer heads than q.
 
-`fused` and `plain` compute the same. `fused` is PyTorch's kernel. `plain` is two matrix products and a softmax;
-without a mask it is causal and computed in blocks of queries. On a CPU the fused kernel is slow in bfloat16,
-especially in the backward pass. Forward and backward, 4 heads of 64, fused / plain: B=16, T=256, 2 threads, Xeon:
-21 / 9 ms; B=8, one thread, AMD EPYC: 101 / 45 ms with T=512 (71 without blocks), 260 / 169 ms with T=1,024. With
-T=1,024 and two key heads, `plain` was slower on the Xeon (28 / 61 ms, without blocks); it is used up to 512 keys.
+`fused` and `plain` compute the same function. `fused` is PyTorch's kernel. `plain` is two matrix products and a
+softmax; without a mask, `plain` is causal and computed in blocks of queries. On a CPU the fused kernel is slow in
+bfloat16, especially in the backward pass. Forward and backward with 4 heads of 64 take 21 / 9 ms (`fused` /
+`plain`) on two threads of a Xeon (B=16, T=256). On one thread of an AMD EPYC with B=8, the times are 101 / 45 ms
+for T=512 (71 without blocks) and 260 / 169 ms for T=1,024. On the Xeon with T=1,024 and two key heads, `plain` was
+slower (28 / 61 ms, without blocks). Therefore, `plain` is used up to 512 keys.
 
-`varlen_attention` is the attention of documents packed into one row. It computes blocks of queries, each with the
-keys from the start of the block's first document on. Therefore, few masked scores are computed, and no scores are
-saved for the backward pass. Blocks start at multiples of QUERY_BLOCK, and BLOCKS_PER_PRODUCT of them form one
-product. Therefore, few shapes occur, which matters since oneDNN compiles and caches a kernel for each shape.
+`varlen_attention` is the attention of documents packed into one row. Queries are computed in blocks; a block reads
+the keys from the start of its first query's document on. Therefore, few masked scores are computed. No scores are
+saved for the backward pass. Blocks start at multiples of QUERY_BLOCK, and each product computes BLOCKS_PER_PRODUCT
+blocks. This limits the number of shapes, since oneDNN compiles and caches a kernel for each shape.
 """
 
 # Shapes: N tokens in a row, B batch, T queries, S keys, H heads, K key/value heads (H = K * G), D head dim,
@@ -29,17 +30,18 @@ from torch import Tensor
 from dunes.ops.operation import once_differentiable
 
 QUERY_BLOCK = 64
-"""Queries per block in `varlen_attention`. Longer blocks compute more masked scores; shorter ones need more calls.
+"""Queries per block in `varlen_attention`. Longer blocks compute more masked scores; shorter blocks need more
+calls.
 """
 
 CAUSAL_BLOCK = 512
-"""Queries per block in `causal_attention`."""
+"""Queries per block in `causal_attention` and in `ForwardContext.attend_scored`."""
 
-PLAIN_BLOCK, LONGEST_PLAIN = 256, 512  # of `plain`: queries per block; maximum keys, since it saves the scores
+PLAIN_BLOCK, LONGEST_PLAIN = 256, 512  # of `plain`: queries per block; maximum keys, since all scores are saved
 
 BLOCKS_PER_PRODUCT = 4
 LONG_KEYS = 512
-"""A block with more keys than this is computed alone, since it has many scores."""
+"""A block with more than LONG_KEYS keys is computed alone, since it has many scores."""
 
 Form = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
 
@@ -54,14 +56,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout:
 
 
 def form(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Form:
-    """`plain` or `fused`, whichever is faster for these arguments according to the times above."""
+    """`plain` or `fused`, whichever is faster for these arguments (times: see the module's docstring)."""
     longest = LONGEST_PLAIN if mask is None else PLAIN_BLOCK
     short_training = q.requires_grad and q.dtype == torch.bfloat16 and k.shape[2] <= longest
     return plain if q.device.type == "cpu" and short_training else fused
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0) -> Tensor:
-    if (width := v.shape[3]) < q.shape[3]:  # kernels need equal widths; padding 64 to 96 saves two thirds
+    if (width := v.shape[3]) < q.shape[3]:  # kernels need equal widths; padding 64 to 96 saves 2/3 of the time
         return fused(q, k, F.pad(v, (0, q.shape[3] - width)), mask, dropout)[..., :width]
     if mask is not None and mask.dim() == 3:
         mask = mask[:, None]
@@ -101,13 +103,13 @@ def attend_scored(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`attend` with changed scores: first softcap * tanh(scores / softcap), then + bias.
+    """`attend` with softcap * tanh(scores / softcap) + bias in place of the scores.
 
     `bias` broadcasts to (B, H, T, S). `sinks` (H,) are the logits of one further key per head, whose value is 0.
-    All scores (B, H, T, S) are in memory, in q's dtype.
+    With a softcap or sinks, all scores (B, H, T, S) are in memory, in q's dtype.
     """
     (b, h, t, d), kv = q.shape, k.shape[1]
-    k, v = k.to(q.dtype), v.to(q.dtype)  # in compiled decoding, the cache has another dtype
+    k, v = k.to(q.dtype), v.to(q.dtype)  # the cache of compiled decoding has another dtype
     mask = mask[:, None] if mask.dim() == 3 else mask
     if softcap is None and sinks is None and bias is not None:
         added = bias.to(q.dtype).masked_fill(~mask, -torch.inf)
@@ -133,8 +135,8 @@ def _plain_block(q: Tensor, k: Tensor, v: Tensor, start: int, dropout: float) ->
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
     """Causal attention for inference; the queries (B, H, T, D) are at the last T positions of k and v.
 
-    A query attends to at most `window` keys, up to and including its own. Without cached keys and without a
-    shorter window, the kernel needs no mask (1,024 tokens, 6 heads of 64, one thread: 10 ms, with a mask 17 ms).
+    A query attends to at most `window` keys, up to and including its own. If no keys are cached and the window
+    covers all keys, the kernel needs no mask (1,024 tokens, 6 heads of 64, one thread: 10 ms, with a mask 17 ms).
     Otherwise the kernel is called once per block of queries, each with a small mask.
     """
     (t, s), blocks = (q.shape[2], k.shape[2]), []
@@ -157,7 +159,7 @@ def _causal_mask(t: int, s: int, window: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class QueryBlocks:
-    """Blocks of queries that are computed together in one batched product; all are padded to S keys."""
+    """Blocks of queries that are computed together in one batched product; all blocks are padded to S keys."""
 
     numbers: Tensor
     """Indices of the blocks (n,)."""
@@ -191,8 +193,8 @@ class QueryBlocks:
 def query_blocks(document_starts: Tensor, dtype: torch.dtype, window: int | None = None) -> list[QueryBlocks]:
     """The blocks for `varlen_attention`, the same for all layers with this window.
 
-    `document_starts` (N,) int64 is the index at which each token's document starts. Raises ValueError unless N is
-    a multiple of QUERY_BLOCK.
+    `document_starts` (N,) int64 is the index at which each token's document starts. N must be a multiple of
+    QUERY_BLOCK.
     """
     assert len(document_starts) % QUERY_BLOCK == 0, f"pad rows to a multiple of {QUERY_BLOCK} tokens"
     token = torch.arange(len(document_starts), device=document_starts.device)
@@ -224,7 +226,7 @@ def _split_blocks(x: Tensor, heads: int) -> Tensor:
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, groups: Sequence[QueryBlocks]) -> Tensor:
     """Causal attention within documents: q (1, H, N, D), k (1, K, N, D), v (1, K, N, V) -> (1, H, N, V).
 
-    `groups` come from `query_blocks`; a query attends to at most its `window` keys, up to and including its own.
+    `groups` is the result of `query_blocks`, whose `window` limits the number of keys that a query attends to.
     """
     y: Tensor = _VarlenAttention.apply(q, k, v, groups)  # type: ignore[no-untyped-call]
     return y

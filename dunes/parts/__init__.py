@@ -1,7 +1,7 @@
-"""Parts of a transformer, which take plain arguments or built parts, never a config.
+"""Parts of a transformer. The arguments of a part are plain values or other parts, never a config.
 
 Start with `Decoder` and `Block`. A `Block` contains an `Attention` and an `MLP`, `GatedMLP` or `MoE`. `cache_for`
-returns a `Cache`, `RollingCache` or `QuantizedCache`.
+returns a `Cache`, `RollingCache`, `QuantizedCache` or `RecurrentCache`.
 """
 
 from dunes.parts.attention import Attention

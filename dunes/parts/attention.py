@@ -17,19 +17,20 @@ from dunes.parts.position import Position
 class Attention(nn.Module):
     """Causal multi-head attention: grouped if `kv_heads` < `heads`, sliding-window if `window` is set.
 
-    `position` encodes positions into queries and keys: a Rotary, or any callable with arguments (x, context). Such
-    a callable declares `supports_packing = True` if it uses only the context's positions. The result of its method
-    `bias`, if any (see `parts.context.Bias`), is added to the scores. `q_norm` and `k_norm` are applied to each
-    head before `position`. `out_bias` defaults to `bias`. `dropout` acts on attention weights, in training only.
+    `position` encodes positions into queries and keys: a Rotary, or any callable with arguments (x, context). A
+    callable declares `supports_packing = True` if it uses only the context's positions. If `position` has a method
+    `bias` (see `parts.context.Bias`), the method's result is added to the scores. `q_norm` and `k_norm` are
+    applied to each head before `position`. `out_bias` defaults to `bias`. `dropout` acts on attention weights, in
+    training only.
 
-    Scores are multiplied by `scale` (default: head_dim ** -0.5). `softcap` bounds them by softcap * tanh(scores /
-    softcap), as in Gemma 2 (https://arxiv.org/abs/2408.00118). With `sinks`, each head learns the score of one
-    more key, whose value is 0, as in gpt-oss (https://arxiv.org/abs/2508.10925).
+    Scores are multiplied by `scale` (default: head_dim ** -0.5). `softcap` bounds the scores by softcap *
+    tanh(scores / softcap), as in Gemma 2 (https://arxiv.org/abs/2408.00118). With `sinks`, each head learns the
+    score of one more key, whose value is 0, as in gpt-oss (https://arxiv.org/abs/2508.10925).
     """
 
     depends_on_order: ClassVar[bool] = False
     """True if the part reads tensors that a particular earlier block stored in the context."""
-    # Class attributes, which do not change the saved structure of models without these settings.
+    # Class attributes, so that the saved structure of models without these settings does not change.
     scale: float | None = None
     softcap: float | None = None
 
@@ -71,17 +72,17 @@ class Attention(nn.Module):
 
     @property
     def head_count(self) -> int:
-        """Number of heads of queries."""
+        """Number of query heads."""
         return self.q.out_features // self.head_dim
 
     @property
     def kv_head_count(self) -> int:
-        """Number of heads of keys and values."""
+        """Number of key/value heads."""
         return self.k.out_features // self.head_dim
 
     @property
     def cache_width(self) -> int:
-        """Number of elements per token in the cache."""
+        """Number of elements per token in this layer's cache."""
         return self.k.out_features + self.v.out_features
 
     @property
@@ -111,12 +112,12 @@ class Attention(nn.Module):
         return scored(q, k, v, self.window, dropout, bias=getattr(self.position, "bias", None))
 
     def project(self, y: Tensor, x: Tensor) -> Tensor:
-        """The output (B, T, dim) for the joined outputs of all heads (B, T, H * D) and the input (B, T, dim)."""
+        """The output (B, T, dim) for the joined heads y (B, T, H * D) and the layer's input x (B, T, dim)."""
         out: Tensor = self.out(y)
         return out
 
     def heads(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (B, H, T, D), keys and values (B, K, T, D) of the new tokens, with encoded positions."""
+        """Queries (B, H, T, D) and keys (B, K, T, D) with encoded positions, and values (B, K, T, D)."""
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q, self.k, self.v))
         q = q if self.q_norm is None else self.q_norm(q)
         k = k if self.k_norm is None else self.k_norm(k)
@@ -127,10 +128,10 @@ class Attention(nn.Module):
 
 
 class ValueResidualAttention(Attention):
-    """Attention whose values are a learned mixture of its own values and the first layer's.
+    """Attention that mixes the first layer's values into the values of later layers, with a learned weight.
 
-    `first` is True for the first layer of a model; later layers mix in the values of the first layer. The other
-    arguments are Attention's. The mixture starts with one half of each. https://arxiv.org/abs/2410.17897
+    `first` is True for the first layer of a model. The other arguments are Attention's. The mixture starts with
+    equal weights. https://arxiv.org/abs/2410.17897
     """
 
     depends_on_order = True
@@ -142,7 +143,7 @@ class ValueResidualAttention(Attention):
         self.register_parameter("mix", None if first else nn.Parameter(torch.tensor(0.5)))
 
     def heads(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (B, H, T, D), keys and values (B, K, T, D) of the new tokens, with encoded positions."""
+        """Queries (B, H, T, D) and keys (B, K, T, D) with encoded positions, and values (B, K, T, D)."""
         q, k, v = super().heads(x, ctx)
         if self.mix is None:
             ctx.carried["values"] = v
@@ -162,5 +163,5 @@ class GatedAttention(Attention):
         self.gate = nn.Linear(dim, self.out.in_features, bias=False)
 
     def project(self, y: Tensor, x: Tensor) -> Tensor:
-        """The output (B, T, dim) for the joined outputs of all heads (B, T, H * D) and the input (B, T, dim)."""
+        """The output (B, T, dim) for the joined heads y (B, T, H * D) and the layer's input x (B, T, dim)."""
         return super().project(y * self.gate(x).sigmoid(), x)

@@ -28,11 +28,11 @@ class Cache:
     window: int | None = None
     """Maximum number of positions that a layer may attend to; None: all positions."""
     largest_piece: int | None = None
-    """Maximum number of a prompt's tokens in a forward; None: no limit."""
+    """Maximum number of tokens in one forward of a prompt; None: no limit."""
     row_state: tuple[str, ...] = ("length",)
     """Names of the attributes that have one value per row (B,)."""
     stored: tuple[str, ...] = ("keys", "values")
-    """Names of the attributes that are lists of tensors (B, K, slots, ...)."""
+    """Names of the attributes that are lists of tensors (B, ...), such as keys (B, K, slots, D)."""
     growing: tuple[str, ...] = ("keys", "values")
     """Names in `stored` whose tensors grow with the capacity: one slot per position or group of positions."""
 
@@ -55,7 +55,7 @@ class Cache:
     def readable_slots(self) -> int:
         """Number of slots that attention reads.
 
-        Unless `in_order`, a power of two (or the capacity), so short sequences are cheap and few shapes occur.
+        If not `in_order`, the number is a power of two or the capacity, so that few shapes occur.
         """
         if self.in_order:
             return self.max_length
@@ -63,7 +63,7 @@ class Cache:
 
     @property
     def in_order(self) -> bool:
-        """True if the readable keys have positions 0..S-1 in every row, and the last T of them are new."""
+        """True if the readable keys have positions 0..S-1 in every row, and the last T keys are new."""
         return self._in_order and not torch.compiler.is_compiling()
 
     def start(self, new: int | Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class Cache:
         """Begin a forward of a single row with `new` tokens.
 
         Returns the first slot to write, and the positions (S,) of the slots to read. If `slots` > `new`, these
-        include positions of later tokens, which `advance` does not count.
+        include the slots of `slots` - `new` later tokens, which `advance` does not count.
         """
         self._count(new)
         n = self.max_length - new if self._in_order else int(self.length)
@@ -154,7 +154,7 @@ class Cache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the memory allocated for keys and values."""
+        """Bytes of the memory allocated for all `stored` tensors."""
         return sum(t.nbytes for name in self.stored for t in getattr(self, name))
 
     def advance(self, n: Tensor) -> None:
@@ -263,7 +263,7 @@ class RollingCache(Cache):
     def slot_positions(self, last: Tensor) -> Tensor:
         """The position (B, S) stored in each readable slot, -1 if empty; `last` (B,) is a row's newest position.
 
-        If `put` returns new tokens separately after the slots, their positions come last.
+        If `put` returns new tokens separately after the slots, the new tokens' positions come last.
         """
         if self._new_positions is None:
             return ring_positions(last, self.readable_slots, self.capacity)
@@ -271,7 +271,7 @@ class RollingCache(Cache):
         return torch.cat([*stored, self._new_positions], 1)
 
     def start_row(self, new: int, slots: int) -> tuple[int, Tensor]:
-        """Begin a forward of one token: returns its slot, and the positions (S,) of the slots to read."""
+        """Begin a forward of a row's next token: returns its slot, and the positions (S,) of the slots to read."""
         n, positions = super().start_row(new, slots)
         numbers = positions[: self.capacity]
         return n % self.capacity, n - (n - numbers) % self.capacity
@@ -285,7 +285,8 @@ class RollingCache(Cache):
         """Keep only the first `n` (B,) tokens of each row. Returns the number of tokens (B,) that remain.
 
         A row that was ever longer than the capacity can drop at most `slack + 1` tokens, counted from its greatest
-        length. A row that has to drop more is emptied (0 tokens remain), and the caller must prefill it again.
+        length. A row that has to drop more tokens is emptied (0 tokens remain), and the caller must prefill it
+        again.
         """
         n = torch.minimum(self.length, n.to(self.length))
         possible = (self.high_water <= self.capacity) | (self.high_water - n <= self.slack + 1)

@@ -34,9 +34,9 @@ class ForwardContext:
     """The state of one forward, built once and passed to every block.
 
     `positions` is (B or 1, T), -1 for padding. Without a cache, positions separate packed documents: a position
-    that is not the previous position plus one starts a new document, and documents do not attend to each other.
-    For a single row, `document_starts` (T,) may give the index at which each token's document starts; in that case
-    T must be a multiple of `ops.scaled_dot_product.QUERY_BLOCK`.
+    other than the previous position plus one starts a new document. Documents do not attend to each other. For a
+    single row, `document_starts` (T,) may give the index at which each token's document starts; in that case T
+    must be a multiple of `ops.scaled_dot_product.QUERY_BLOCK`.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class ForwardContext:
         document_starts: Tensor | None = None,
     ) -> None:
         self.positions, self.cache, self.document_starts = positions, cache, document_starts
-        # True if each row is known, without reading the tensor, to have the last T of positions 0..S-1.
+        # True if the positions of each row are known, without reading them, to be the last T of 0..S-1.
         self.consecutive = consecutive
         self.carried: dict[str, Tensor] = {}
-        """Tensors that a layer hands to later layers of this forward, for these tokens, by name."""
+        """Tensors, by name, that a layer passes to later layers in this forward."""
         self._memo: dict[Hashable, Any] = {}
 
     def __repr__(self) -> str:
@@ -83,10 +83,10 @@ class ForwardContext:
         return (k, v) if self.cache is None else self.cache.put(layer, k, v, self.positions)
 
     def state(self, name: Hashable, initial: Tensor) -> Tensor:
-        """The recurrent state of this name after the cached tokens.
+        """The recurrent state called `name`, after the cached tokens.
 
-        Without cached tokens, it is `initial` (B, ...), which is zero. Raises ValueError for a cache without
-        states.
+        Without cached tokens, the state is `initial` (B, ...), which is zero. Raises ValueError for a cache
+        without states.
         """
         if self.cache is None:
             return initial
@@ -95,7 +95,7 @@ class ForwardContext:
         return self.cache.state(name, initial)
 
     def keep(self, name: Hashable, state: Tensor) -> None:
-        """Replace the recurrent state of this name in the cache, if any."""
+        """Replace the recurrent state called `name` in the cache, if there is a cache."""
         if self.cache is not None:
             self.state(name, state).copy_(state)
 
@@ -104,12 +104,12 @@ class ForwardContext:
         return None if self.cache is None or self.consecutive else self.positions < 0
 
     def documents(self) -> Tensor | None:
-        """The number (B or 1, T) of each token's document, from packed positions; None for a single document."""
+        """Numbers (B or 1, T), equal within a document; None with a cache or consecutive positions."""
         if self.cache is not None or self.consecutive:
             return None
         if self.document_starts is not None:
             return self.document_starts[None]
-        previous = F.pad(self.positions[:, :-1], (1, 0), value=-1)  # 0 after -1 (padding) starts a document
+        previous = F.pad(self.positions[:, :-1], (1, 0), value=-1)  # position 0 after padding starts a document
         return ((previous < 0) | (self.positions != previous + 1)).cumsum(1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, dropout: float = 0.0) -> Tensor:
@@ -134,7 +134,7 @@ class ForwardContext:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """`attend` with a bias, a cap or sinks, which are as in `ops.scaled_dot_product.attend_scored`."""
+        """`attend` with a bias, a softcap or sinks, as in `ops.scaled_dot_product.attend_scored`."""
         mask, key = self.mask(window), self.key_positions()
         if mask is None:
             mask = self.once(("mask", window), lambda: self._mask(window))
@@ -198,7 +198,7 @@ class ForwardContext:
 
 
 def document_starts(positions: Tensor) -> Tensor:
-    """For each of the N tokens that are not padding: the index (N,) of the first token of its document.
+    """Indices (N,): for each of the N tokens that are not padding, the index of its document's first token.
 
     Padding has position -1 in `positions` (B, T); the other tokens are numbered from 0 to N - 1.
     """
@@ -242,8 +242,8 @@ class WithoutContext(nn.Module):
 def fitted(slot: str, part: Part, arguments: str) -> Part:
     """Return the part if it can be called with these arguments, such as "x, ctx, layer".
 
-    Otherwise raises ValueError with the name of the slot. torch's own modules cannot take a context, even if they
-    have further parameters. A part with a parameter `ctx` cannot be called without a context.
+    Otherwise raises a ValueError that starts with `slot`. torch's own modules get no context, even if their
+    forward has several parameters. A part with a parameter `ctx` cannot be called without a context.
     """
     alone, call = "," not in arguments, _signature(part)
     calls = map(_signature, part.modules()) if isinstance(part, nn.Sequential) else [call]
@@ -285,16 +285,16 @@ PER_TOKEN = {
 
 
 def supports_packing(model: nn.Module) -> bool:
-    """True if every module of the model declares that documents packed into one row stay separate.
+    """True if all modules of the model declare that documents packed into one row stay separate.
 
     A class sets `supports_packing = True` if its forward processes each token separately, or mixes tokens only as
-    its context allows. A subclass that overrides forward has to set it again.
+    the context allows. A subclass that overrides forward has to set `supports_packing` again.
     """
     return all(getattr(m, "supports_packing", True) for m in model.modules()) and not undeclared_modules(model)
 
 
 def undeclared_modules(model: nn.Module) -> list[nn.Module]:
-    """Modules that may mix documents, because they are not in PER_TOKEN and do not declare `supports_packing`."""
+    """Modules that may mix documents: they are not in PER_TOKEN and do not declare `supports_packing`."""
     return [m for m in model.modules() if not _declares_packing(m)]
 
 
@@ -308,7 +308,7 @@ def _declares_packing(module: nn.Module) -> bool:
 
 
 def warn_about_mixing(model: nn.Module, consequence: str) -> None:
-    """Warn that modules may mix tokens, if any are undeclared; the warning names them and the consequence."""
+    """Warn if the model has `undeclared_modules`; the warning names them and `consequence`."""
     if names := ", ".join(sorted(set(map(_name, undeclared_modules(model))))):
         warnings.warn(
             f"{names} may mix tokens, so {consequence}; if it acts on each token separately, set "

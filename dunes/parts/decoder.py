@@ -46,10 +46,10 @@ class Block(nn.Module):
     """A block: x = x + attn(attn_norm(x)), then x + mlp(mlp_norm(x)).
 
     `dropout` acts on the outputs of attn and mlp, in training only. `attn_post_norm` and `mlp_post_norm` are
-    applied to these outputs before they are added; with nn.Identity as `attn_norm` and `mlp_norm`, the block
-    normalizes only outputs. With `parallel`, the block is x + attn(attn_norm(x)) + mlp(mlp_norm(x)). Without an
-    MLP (`mlp_norm` and `mlp` are None), only attn is added. `attn` is called with (x, ctx, layer), or with x if it
-    takes nothing else; the others are called with x. Raises ValueError for a part that does not take these
+    applied to these outputs before the residual addition. With nn.Identity as `attn_norm` and `mlp_norm`, only
+    these outputs are normalized. With `parallel`, the block is x + attn(attn_norm(x)) + mlp(mlp_norm(x)). Without
+    an MLP (`mlp_norm` and `mlp` are None), only attn is added. `attn` is called with (x, ctx, layer), or with x if
+    it takes only x; all other parts are called with x. Raises ValueError for a part that does not take these
     arguments.
     """
 
@@ -99,11 +99,11 @@ class Block(nn.Module):
 
 
 class SkipBlock(Block):
-    """A block that adds an earlier block's input, times a learned weight that starts at 0, to its own input.
+    """A block that adds the input of an earlier block, times a learned weight that starts at 0, to its own input.
 
     `source` is the number of the earlier block, which must be a SkipBlock; None adds nothing. The input of block 0
     is the embedding, so a `source` of 0 adds the embedding. In a U-Net, the last blocks add the inputs of the
-    first blocks. https://github.com/KellerJordan/modded-nanogpt uses both.
+    first blocks. modded-nanogpt adds the embedding and is a U-Net: https://github.com/KellerJordan/modded-nanogpt
     """
 
     supports_packing = True
@@ -117,7 +117,7 @@ class SkipBlock(Block):
         self.register_parameter("skip", None if source is None else nn.Parameter(torch.zeros(())))
 
     def forward(self, x: Tensor, ctx: ForwardContext | None = None, layer: int = 0) -> Tensor:
-        """(B, T, dim) -> (B, T, dim). Raises KeyError if the source did not run before."""
+        """(B, T, dim) -> (B, T, dim). Raises KeyError if block `source` has not run in this forward."""
         ctx = ctx or ForwardContext.of(x)
         if self.skip is not None:
             x = x + self.skip.to(x.dtype) * ctx.carried[f"input {self.source}"]
@@ -126,10 +126,10 @@ class SkipBlock(Block):
 
 
 class MultiTokenPredictor(nn.Module):
-    """A module of `Decoder.ahead`, which predicts one token further than the module before it.
+    """A module of `Decoder.ahead`; it predicts one token further ahead than the previous module.
 
-    It applies `block` to a linear map of two normed inputs: the states of the module before it, and the embeddings
-    of later tokens. The head is applied to the result after `norm`. Section 2.2 of
+    `block` is applied to a linear map of two normed inputs: the previous module's states, and the embeddings of
+    later tokens. `norm` and then the head are applied to the block's output. Section 2.2 of
     https://arxiv.org/abs/2412.19437.
     """
 
@@ -152,12 +152,13 @@ class MultiTokenPredictor(nn.Module):
 class Decoder(nn.Module):
     """A decoder-only language model. With `head=None` the token embedding is also the head (tied weights).
 
-    `softcap` bounds the logits, by softcap * tanh(logits / softcap). Each `MultiTokenPredictor` in `ahead`
-    predicts one token further than the one before it, in training only. Its loss is over the positions that have
-    such a target; `ahead_weight` times the mean of these losses is added to the model's loss. These losses are the
-    metrics `ahead_1`, ... (multi-token prediction, https://arxiv.org/abs/2404.19737). Documents packed into one
-    row do not attend to each other. If a module's class does not declare `supports_packing`, each document is
-    computed in its own row, and `cache_for` returns None; both are slower.
+    `softcap` bounds the logits, by softcap * tanh(logits / softcap). Documents packed into one row do not attend
+    to each other. If a module's class does not declare `supports_packing`, training and generation are slower:
+    each document is computed in its own row, and `cache_for` returns None. Each `MultiTokenPredictor` in `ahead`
+    predicts one token further ahead than the previous one, in training only (multi-token prediction,
+    https://arxiv.org/abs/2404.19737). A predictor's loss excludes positions without a target that far ahead.
+    `ahead_weight` times the mean of the predictors' losses is added to the model's loss. Each predictor's loss is
+    a metric (`ahead_1`, ...).
     """
 
     supports_packing = True
@@ -214,7 +215,7 @@ class Decoder(nn.Module):
         targets: Tensor | None = None,
         by_row: bool = False,
     ) -> Tensor | LossSums | RowLosses:
-        """Logits (B, T, V) for ids (B, T), or with `last` only for the last positions; with `targets`, the loss.
+        """Logits (B, T, V) for ids (B, T), or (B, last, V) for the last positions; with `targets`, the loss.
 
         `positions` (B, T) are -1 for padding. A position that is not the previous position plus one starts a new
         document. With a cache, positions come from `cache.start`, and new keys and values are added to the cache.
@@ -310,8 +311,8 @@ class Decoder(nn.Module):
     def _loss(self, ids: Tensor, targets: Tensor, positions: Tensor | None) -> LossSums:
         """The loss. With a plain linear head, the logits are never materialised.
 
-        On a CPU, `positions` and `targets` can be read without synchronisation, so padding is dropped before the
-        first block, tokens without a target are dropped before the head, and `varlen_attention` is used.
+        Tensors on a CPU can be read without synchronisation, so `varlen_attention` can be used there. With
+        `varlen_attention`, padding is dropped before the first block, and tokens without a target before the head.
         """
         starts = None
         if positions is not None and self._uses_varlen(positions := positions.expand_as(ids)):
@@ -367,8 +368,8 @@ class Decoder(nn.Module):
     def _cross_entropy(self, x: Tensor, targets: Tensor, select: bool) -> tuple[Tensor, Tensor]:
         """Summed cross entropy of targets (N,), and the number of targets.
 
-        `x` are hidden states (N, dim), or logits (N, V) if the head may mix tokens. With `select`, rows without a
-        target are dropped first.
+        `x` are hidden states (N, dim), or logits (N, V) if the head may mix tokens. With `select`, rows of `x`
+        without a target are dropped first.
         """
         if select and len(index := _target_index(targets)) < len(targets):
             x, targets = x[index], targets[index]
@@ -380,7 +381,8 @@ class Decoder(nn.Module):
         return F.cross_entropy(logits.float(), targets, ignore_index=IGNORE, reduction="sum"), count
 
     def _head_weight(self) -> Tensor | None:
-        """The matrix (V, dim) of an uncapped linear head without bias, or of a tied embedding; None for others."""
+        """The matrix (V, dim) of a linear head without softcap and bias, or of a tied embedding; None for other
+        heads."""
         if self.softcap is not None:
             return None
         if self.head is None:
@@ -410,8 +412,8 @@ def _next(x: Tensor, ctx: ForwardContext, fill: float) -> Tensor:
 def _flatten_documents(ids: Tensor, targets: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Put all tokens except padding into one row: returns ids, targets, positions (1, N) and document starts (N,).
 
-    A document start is the index at which a token's document starts. N is padded to a multiple of PAD_MULTIPLE, so
-    that few shapes occur, since oneDNN compiles and caches a kernel for every new shape.
+    A document start is the index at which a token's document starts. N is padded to a multiple of PAD_MULTIPLE,
+    since oneDNN compiles and caches a kernel for every new shape.
     """
     starts, real = document_starts(positions), positions >= 0
     extra = -len(starts) % PAD_MULTIPLE
@@ -421,15 +423,15 @@ def _flatten_documents(ids: Tensor, targets: Tensor, positions: Tensor) -> tuple
 
 
 def _target_index(targets: Tensor) -> Tensor:
-    """Indices of the targets (N,) that are not IGNORE, followed by indices of IGNORE targets until their number is
-    a multiple of PAD_MULTIPLE."""
+    """Indices of the targets (N,) that are not IGNORE, followed by indices of IGNORE targets, so that the number
+    of indices is a multiple of PAD_MULTIPLE if possible."""
     has_target = targets != IGNORE
     count = int(has_target.sum())
     return torch.sort(~has_target, stable=True).indices[: count + -count % PAD_MULTIPLE]
 
 
 def vocabulary_size(model: nn.Module) -> int | None:
-    """Number of ids in the token embedding of a decoder, which may be compiled or wrapped; None if unknown."""
+    """Number of ids in a decoder's token embedding; None if unknown. The decoder may be compiled or wrapped."""
     inner = next((m for m in model.modules() if isinstance(m, Decoder)), None)
     return getattr(getattr(getattr(inner, "embed", None), "token", None), "num_embeddings", None)
 
@@ -447,7 +449,8 @@ def cache_for(
     `RollingCache` if every layer has a window smaller than the capacity, and otherwise a `Cache`.
 
     Returns None, with a warning, if a module may mix tokens in ways that a KV cache cannot reproduce. The model
-    may be compiled or wrapped. Raises ValueError for a `format` with recurrent states or a `LatentAttention`.
+    may be compiled or wrapped, but then gets a `Cache` instead of a `RollingCache`. Raises ValueError for a
+    `format` with recurrent states or a `LatentAttention`.
     """
     inner = next((m.trunk for m in model.modules() if isinstance(m, Decoder)), None)
     if inner is not None and undeclared_modules(inner):
@@ -472,9 +475,9 @@ def cache_for(
 
 
 def recurrent_part(model: nn.Module) -> str:
-    """The name of the class of a model's first part with a recurrent state; "" if it has none.
+    """Class name of a model's first part with a recurrent state; "" if no part has a recurrent state.
 
-    The class of such a part sets `recurrent = True`.
+    Classes with a recurrent state set `recurrent = True`.
     """
     return next((type(m).__name__ for m in model.modules() if getattr(m, "recurrent", False)), "")
 
@@ -484,7 +487,7 @@ def recurrent_part(model: nn.Module) -> str:
 
 @contextmanager
 def record_auxiliary(model: nn.Module) -> Iterator[Recorded]:
-    """A context that collects, by part, the tensors that parts record for auxiliary losses (in training only)."""
+    """Inside this context, parts in training record tensors for auxiliary losses; yields the tensors by part."""
     recorded: Recorded = {m: [] for m in model.modules() if hasattr(m, "auxiliary_losses") and model.training}
     for part, tensors in recorded.items():
         part.recorded = tensors
@@ -504,8 +507,8 @@ def auxiliary_losses(
     A loss is averaged over the parts of each kind (such as mixtures, or LoRA experts), and the means are added, so
     that each kind is balanced as if it were alone. Parts are of one kind if the same method computes their losses.
 
-    The sums of a metric are stacked to (parts, ...); vectors of different lengths are padded with -1. `real` (N,)
-    is False for padding; if it is given, each call of a part must process exactly these N tokens.
+    A metric's sums in all parts are stacked to (parts, ...); vectors of different lengths are padded with -1.
+    `real` (N,) is False for padding; if `real` is given, each call of a part must process exactly these N tokens.
     """
     values: dict[str, list[tuple[Any, Any]]] = {}
     for part, tensors in recorded.items():
@@ -532,7 +535,7 @@ def _sum_of_means(values: list[tuple[Any, Tensor]]) -> Tensor:
 
 
 class Checkpointed(nn.Module):
-    """A wrapper that stores only the inputs of a block and recomputes its activations in the backward pass.
+    """Activation checkpointing: stores only a block's inputs and recomputes its activations in the backward pass.
 
     `tree.replace(model, "blocks.*", Checkpointed)` wraps every block. Outputs and gradients stay the same;
     training costs one more forward pass.

@@ -21,19 +21,20 @@ from dunes.parts.position import Position
 class LatentAttention(Attention):
     """Causal attention whose keys and values are computed from a latent of `kv_rank` dimensions per token.
 
-    A head's query and key have `nope_dim` dimensions without positions and `rope_dim` dimensions that `position`
-    encodes. All heads share the key's dimensions with positions. Values have `value_dim` dimensions. With a
-    `q_rank`, queries are also computed from a latent. Latents are normed with `eps`. `bias` applies to the
-    projections to latents and to `out`. Other arguments are Attention's.
+    A head's query and key have `nope_dim` dimensions without positions, and `rope_dim` dimensions into which
+    `position` encodes positions. All heads share the `rope_dim` dimensions of the key. Values have `value_dim`
+    dimensions. With a `q_rank`, queries are also computed from a latent. Each latent goes through an RMSNorm with
+    `eps`. `bias` adds biases to `out` and to the projections that compute latents. Other arguments are
+    Attention's.
 
     The cache stores one key of kv_rank + rope_dim elements per token: the latent and the part with positions. The
-    cache's values have width 0, since values are computed from the latents. Without earlier tokens, the keys and
-    values of each head are computed. With earlier tokens and few queries, queries are multiplied by the keys'
-    weight and attend to the latents, and the result is multiplied by the values' weight. This does not apply if
-    `kv_b` is a mixture of adapters.
+    cache's values have width 0, since values are computed from the latents. Without cached tokens, the keys and
+    values of each head are computed. With cached tokens and few queries, the weights of `kv_b` are absorbed:
+    queries are multiplied by the key weight and attend to the latents, and the result is multiplied by the value
+    weight. If `kv_b` is a mixture of adapters, its weights are never absorbed.
     """
 
-    supports_packing = Attention.supports_packing  # a class with its own forward must declare it again
+    supports_packing = Attention.supports_packing  # a class with its own forward has to declare it again
     sinks = q_norm = k_norm = None
 
     def __init__(
@@ -111,14 +112,15 @@ class LatentAttention(Attention):
         return torch.cat([rest, self.position(encoded, ctx)], -1)
 
     def _absorbs(self, new: int, ctx: ForwardContext) -> bool:
-        """True if there are earlier tokens, and attending to latents takes fewer products than expanding them."""
+        """True if there are cached tokens, and attending to latents takes fewer multiplications than expanding
+        them."""
         rank, width = self.kv_b.in_features, self.nope_dim + self.value_dim
         first = ctx.cache is not None and ctx.cache.max_length == new
         by_input = any(getattr(m, "depends_on_input", False) for m in self.kv_b.modules())  # no constant weight
         return not (first or by_input) and new * (2 * rank - width) <= rank * width
 
     def _attend_latents(self, q: Tensor, seen: Tensor, ctx: ForwardContext) -> Tensor:
-        """The heads' outputs (B, H, T, V) for queries (B, H, T, N + R), without keys and values of each head."""
+        """The heads' outputs (B, H, T, V) for queries (B, H, T, N + R), without expanding the latents."""
         weight = self.kv_b.weight if tree.is_dense(self.kv_b) else self.kv_b.dense()  # type: ignore[operator]
         heads = weight.to(q.dtype).view(self.head_count, -1, self.kv_b.in_features)
         key, value = heads.tensor_split([self.nope_dim], 1)  # (H, N, C) and (H, V, C)

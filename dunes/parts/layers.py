@@ -19,7 +19,7 @@ Act = Callable[[Tensor], Tensor]
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """x in its own dtype if that is wider than float32, else in float32."""
+    """x in float32, or unchanged if x has a wider dtype."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -36,8 +36,8 @@ def quick_gelu(x: Tensor) -> Tensor:
 class Embedding(nn.Module):
     """A token embedding. With `positions`, a learned embedding of each position is added.
 
-    The embedding is multiplied by `scale`, which is rounded to the embedding's dtype. `dropout` acts on the sum,
-    in training only.
+    The token embedding is multiplied by `scale`, which is first rounded to the embedding's dtype. `dropout` acts
+    on the sum of both embeddings, in training only.
     """
 
     supports_packing = True
@@ -59,7 +59,7 @@ class Embedding(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """ids (B, T) -> (B, T, dim). Raises ValueError for a text longer than the learned positions."""
+        """ids (B, T) -> (B, T, dim). Raises ValueError for more tokens than learned positions."""
         x: Tensor = self.token(ids)
         if self.scale is not None:
             x = x * x.new_full((), self.scale)
@@ -160,7 +160,7 @@ class GatedMLP(nn.Module):
 class WeightedGatedMLP(GatedMLP):
     """A gated feed-forward layer whose output is multiplied by sigmoid(router(x)), one factor for each token.
 
-    Qwen's mixtures use such a layer as the shared expert. https://arxiv.org/abs/2407.10671
+    Qwen's mixtures of experts use this layer as the shared expert. https://arxiv.org/abs/2407.10671
     """
 
     supports_packing = True

@@ -23,24 +23,25 @@ LEAST_NOISE = 1e-2
 
 
 class MoE(nn.Module):
-    """Routes each token to the `top_k` experts with the highest probability and returns their weighted sum.
+    """Routes each token to the `top_k` most probable experts and returns the weighted sum of their outputs.
 
     `router` returns logits (N, E). The weights are the softmax of the logits, in float32 or wider. With
-    `renormalise`, the weights of the chosen experts are scaled to sum to one, so that the router gets no gradient
-    if `top_k` is 1. Ties go to the first expert. `shared` experts get every token, and their outputs are added
-    without a weight. In training, `balance` times `load_balance` and `z_loss` times `router_z` are added to the
-    loss. Raises ValueError for a top_k below 1 or above the number of experts, and for a repeated expert.
+    `renormalise`, the weights of the chosen experts are scaled to sum to one; with a `top_k` of 1, the router then
+    gets a gradient only from the auxiliary losses. Ties go to the first expert. `shared` experts get every token,
+    and their outputs are added without a weight. In training, `balance` times `load_balance` and `z_loss` times
+    `router_z` are added to the loss. Raises ValueError for a top_k below 1 or above the number of experts, and for
+    a repeated expert.
 
     With a `bias_rate`, experts are chosen by probability plus `selection_bias` (E,); the weights do not include
     the bias. After each step that trains the router, the bias is raised by `bias_rate` for experts whose load is
-    below the mean, and lowered for experts above it (loss-free balancing, https://arxiv.org/abs/2408.15664). Loads
-    are summed over all micro-batches and ranks. The bias is cast together with the weights, so train in float32.
-    `biased` adds a selection bias that training does not change.
+    below the mean, and lowered for experts whose load is above the mean (loss-free balancing,
+    https://arxiv.org/abs/2408.15664). Loads are summed over all micro-batches and ranks. The bias is cast together
+    with the weights, so train in float32. `biased` adds a selection bias that training does not change.
 
-    As in DeepSeek V3, the probabilities are the sigmoids of the logits if `sigmoid` is set, and weights are
-    multiplied by `factor`. With `groups` of successive experts, a group's score is the sum of its two highest
-    biased probabilities, and experts are chosen from the `top_groups` groups with the highest scores. Raises
-    ValueError like `check_groups`.
+    `sigmoid`, `factor` and `groups` follow DeepSeek V3. With `sigmoid`, the probabilities are the sigmoids of the
+    logits. The weights are multiplied by `factor`. Successive experts form `groups` groups of equal size. A
+    group's score is the sum of its two highest biased probabilities, and experts are chosen from the `top_groups`
+    groups with the highest scores. Raises ValueError like `check_groups`.
     """
 
     supports_packing = True
@@ -48,7 +49,7 @@ class MoE(nn.Module):
     selection_bias: Tensor | None
     load: Tensor
     shared: nn.ModuleList | None
-    # Class attributes, which do not change the saved structure of models without them.
+    # Class attributes, so that the saved structure of models without these settings does not change.
     z_loss, bias_rate, sigmoid, factor, groups, top_groups = 0.0, 0.0, False, 1.0, 1, 1
 
     def __init__(
@@ -144,8 +145,8 @@ class MoE(nn.Module):
     def auxiliary_losses(self, recorded: Sequence[Tensor], real: Tensor | None) -> dict[str, Any]:
         """The auxiliary losses, already multiplied by their coefficients.
 
-        The losses are computed from the router logits recorded in all calls. The metric `expert_load` is a pair:
-        tokens per expert (E,), and number of tokens. Tokens that are not `real` do not count.
+        The losses are computed from the router logits recorded in all calls. The metric `expert_load` is a pair of
+        the tokens per expert (E,) and the number of tokens. Tokens that are not `real` do not count.
         """
         real = None if real is None else real.repeat(len(recorded))
         logits = _without_padding(torch.cat([*recorded]), real)
@@ -175,9 +176,9 @@ class MoE(nn.Module):
     def pack(self) -> bool:
         """Store the experts' matrices one after another, as the function `grouped` reads them.
 
-        All gate weights become views of one storage, and so do all up and all down weights; the parameters stay
-        the same objects. The experts must be unmodified `GatedMLP`s with silu, of equal shape, dtype and device,
-        without biases; otherwise returns False and changes nothing.
+        The gate weights of all experts become views of one storage; so do the up weights and the down weights. The
+        parameters stay the same objects. The experts must be unmodified `GatedMLP`s with silu, of equal shape,
+        dtype and device, without biases; otherwise returns False and changes nothing.
         """
         matrices = self._matrices()
         if matrices is None:
@@ -214,7 +215,7 @@ class MoE(nn.Module):
 
 
 def check_groups(experts: int, top_k: int, groups: int, top_groups: int, place: str = "") -> None:
-    """Raise ValueError unless groups have one size, of 2 or more, and chosen groups have `top_k` experts or more.
+    """Raise ValueError unless groups have one size (>= 2 if several) and the chosen ones have >= `top_k` experts.
 
     The message starts with `place`.
     """
@@ -228,14 +229,14 @@ def check_groups(experts: int, top_k: int, groups: int, top_groups: int, place: 
 
 def choose_experts(scores: Tensor, top_k: int) -> Tensor:
     """The experts (N, k) with the highest scores (N, E), highest first; ties go to the first expert."""
-    # The order of equal values is unspecified in topk.
+    # `topk` does not define the order of equal values.
     return torch.sort(scores.detach(), dim=-1, descending=True, stable=True).indices[:, :top_k]
 
 
 def load_balance(logits: Tensor, top_k: int, real: Tensor | None = None) -> Tensor:
     """Load-balancing loss of a layer's router logits (N, E); only tokens that are `real` (N, bool) count.
 
-    The loss is E times the sum over experts of (share of tokens) * (mean probability). It is `top_k` if all
+    The loss is E times the sum over experts of (share of tokens) * (mean probability). The loss is `top_k` if all
     experts are used equally, and E if `top_k` experts get every token. transformers has the same convention;
     https://arxiv.org/abs/2101.03961 divides by `top_k`. Training computes the loss per layer, since logits pooled
     over layers can look balanced even if each layer prefers different experts.
@@ -254,7 +255,7 @@ def router_z(logits: Tensor, real: Tensor | None = None) -> Tensor:
 
 
 def _balance(load: Tensor, probs: Tensor, real: Tensor | None) -> Tensor:
-    """`load_balance`, computed from the choices `load` (N, E), 0 or 1, and the probabilities (N, E)."""
+    """`load_balance` from probabilities (N, E) and from `load` (N, E), which is 1 for chosen experts, else 0."""
     tokens = _count(probs, real)
     if real is None:
         load, probs = load.mean(0), probs.mean(0)
@@ -286,12 +287,12 @@ def _count(x: Tensor, real: Tensor | None) -> Tensor:
 class NoisyGate(nn.Module):
     """A router of two linear layers, with noise in training and its own balance loss, as in LLaMA-MoE.
 
-    The logits are out(tanh(hidden(x))). In training, normal noise with standard deviation softplus(noise(x)) +
+    The logits are out(tanh(hidden(x))). In training, Gaussian noise with standard deviation softplus(noise(x)) +
     0.01 is added. https://arxiv.org/abs/2406.16554, after https://arxiv.org/abs/1701.06538
 
-    The balance loss is `balance` times the sum of two squared coefficients of variation over experts: of the
-    importance (an expert's summed weights), and of the load (the summed probability of choosing the expert if the
-    noise were drawn again).
+    The balance loss is `balance` times the sum of two squared coefficients of variation over experts, of their
+    importance and of their load. An expert's importance is the sum of its weights over the tokens. An expert's
+    load is the sum of the probabilities of choosing the expert if its noise were drawn again.
     """
 
     supports_packing = True
@@ -343,6 +344,6 @@ def _chances(logits: Tensor, noisy: Tensor, deviation: Tensor, top_k: int) -> Te
 
 
 def _squared_variation(x: Tensor) -> Tensor:
-    """Squared coefficient of variation over experts of x (N, E) summed over the tokens of all ranks."""
+    """Squared coefficient of variation, over experts, of the sums of x (N, E) over the tokens of all ranks."""
     sums = ranks.summed(x.sum(0))
     return sums.var() / (sums.mean().square() + 1e-10)

@@ -30,7 +30,7 @@ class Scaling(Protocol):
         """Factor by which cosines and sines are multiplied."""
 
     def inverse_frequencies(self, dim: int, base: float, device: torch.device) -> Tensor:
-        """The angle (D/2,) by which each pair of dimensions is rotated at position 1."""
+        """The angle (D/2,), in radians, by which each pair of dimensions is rotated per position."""
 
 
 def base_frequencies(dim: int, base: float, device: torch.device) -> Tensor:
@@ -62,10 +62,10 @@ class Linear:
 
 @dataclass(frozen=True)
 class Yarn:
-    """YaRN: divides low frequencies by `factor`, keeps high frequencies, and blends both in between (linear ramp).
+    """YaRN: divides low frequencies by `factor`, keeps high ones, and interpolates linearly for those in between.
 
     A frequency is high if its pair of dimensions makes `beta_fast` or more rotations within the original context
-    of `length` tokens, and low if it makes `beta_slow` or fewer. https://arxiv.org/abs/2309.00071
+    of `length` tokens. With `beta_slow` or fewer rotations, the frequency is low. https://arxiv.org/abs/2309.00071
     """
 
     factor: float
@@ -98,7 +98,7 @@ class Yarn:
 
 @dataclass(frozen=True)
 class Llama3:
-    """Llama 3's scaling: divides the frequencies of long wavelengths by `factor`, and keeps short wavelengths.
+    """Llama 3's scaling: divides the frequencies of long wavelengths by `factor`, and keeps those of short ones.
 
     A wavelength (in tokens) is short below `length / high_freq_factor`, and long above `length / low_freq_factor`.
     In between, divided and original frequencies are blended. https://arxiv.org/abs/2407.21783
@@ -139,7 +139,7 @@ class Rotary:
     supports_packing: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.head_dim % 2:  # otherwise one dimension would be left out, with a warning
+        if self.head_dim % 2:  # without this error, one dimension would be left out, with a warning
             raise ValueError(f"head_dim is {self.head_dim}; rotary positions need an even number")
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,11 +177,12 @@ class PartialRotary:
 
 @dataclass(frozen=True)
 class Alibi:
-    """ALiBi: a bias of slope * (key position - query position), with one slope per head, and no other positions.
+    """ALiBi: a bias of slope * (key position - query position), with one slope per head and no other position
+    encoding.
 
-    Head h of H has slope 2^(-8 h / H). If H is not a power of two, the first P heads, where P is the next smaller
-    power, have the slopes of a model with P heads; the other heads have every second slope of a model with 2 P
-    heads. https://arxiv.org/abs/2108.12409
+    Head h of H has slope 2^(-8 h / H). If H is not a power of two, let P be the next smaller power of two. The
+    first P heads have the slopes of a model with P heads. The other heads have every second slope of a model with
+    2 P heads. https://arxiv.org/abs/2108.12409
     """
 
     heads: int

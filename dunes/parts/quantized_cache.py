@@ -2,10 +2,10 @@
 
 Some channels of keys are large in all tokens (KIVI, https://arxiv.org/abs/2402.02750). So keys are quantized per
 channel, over a group of tokens. Values have no such channels and are quantized per token. A group of G tokens is
-stored as codes as soon as it is complete. A query reads the codes if the entire group is older than the last R
-tokens (the query's own token included); otherwise it reads the group in full precision. So the keys and values
-that a query reads depend only on the query's position, not on how a text was split into forwards, nor on other
-rows.
+stored as codes as soon as it is complete. A query reads the codes if the entire group is older than the last
+`residual` tokens (the query's own token included); otherwise the query reads the group in full precision. So the
+keys and values that a query reads depend only on the query's position. Neither other rows nor the split of a text
+into forwards changes these keys and values.
 
 A ring buffer of a few groups stores tokens in full precision for longer than queries read them, so that a short
 rollback is exact.
@@ -24,9 +24,10 @@ from dunes.parts.cache import Cache, ring_positions
 
 BITS = 8, 4, 2
 SLACK = 16
-"""Number of tokens that `truncate` can always drop exactly; speculative decoding proposes at most as many."""
+"""Number of tokens that `truncate` can always drop exactly; speculative decoding proposes at most SLACK ids."""
 LARGEST = 65504.0
-"""Largest float16 number, since scales and minima are float16. Larger keys and values are clipped to it."""
+"""Largest float16 number. Keys and values are clipped to [-LARGEST, LARGEST], since scales and minima are
+float16."""
 SMALLEST = 2.0**-24
 
 
@@ -34,9 +35,10 @@ SMALLEST = 2.0**-24
 class CacheFormat:
     """The settings of a quantized cache. Raises ValueError for an unsupported number of bits.
 
-    A quantization grid has 2 ** bits values: minimum + code * scale, with minimum and scale in float16. Keys have
-    one grid per channel and `group` tokens. Values have one grid per token and `group` channels (per token and
-    head if `group` does not divide head_dim). The last `residual` tokens are read in full precision.
+    A quantization grid has 2 ** bits values: minimum + code * scale, with minimum and scale in float16. In keys,
+    each channel has one grid per `group` consecutive tokens. In values, each token has one grid per `group`
+    channels (for each head of a token if `group` does not divide head_dim). The last `residual` tokens are read in
+    full precision.
     """
 
     bits: int
@@ -73,8 +75,8 @@ def quantize(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize float32 values with one grid along `dim`: returns codes, scales and minima.
 
     Codes are uint8 with the shape of x. Scales and minima are float16, with size 1 in `dim`. The minimum is
-    rounded down and the scale up, so that the grid covers all values, and `code * scale + minimum` is off by at
-    most half the scale. Values beyond the range of float16 are clipped first.
+    rounded down and the scale up, so that the grid covers all values. `code * scale + minimum` is off by at most
+    half the scale. Values beyond the range of float16 are clipped first.
     """
     x, levels = x.clamp(-LARGEST, LARGEST), 2**bits - 1
     zero = _round_outwards(x.amin(dim, True), -torch.inf)
@@ -113,14 +115,14 @@ def _words(count: int, bits: int) -> int:
 
 @dataclass(frozen=True)
 class _Writes:
-    """The cache slots in which a forward stores its new tokens (B, T); they are the same in all layers."""
+    """The cache slots, equal in all layers, in which a forward stores its new tokens (B, T)."""
 
     ring: Tensor
     """Slot (B, T) of each token in the ring; W for a token that the ring does not store."""
     groups: Tensor
     """Group indices (B, n) to write; groups still incomplete get the index of an unused extra slot."""
     index: Tensor
-    """Offset (B, T) of each token in the concatenated groups to write; n * G for a token outside them."""
+    """Offset (B, T) of each token in the concatenated groups to write; n * G for a token outside these groups."""
     open_slots: Tensor
     """Ring slots (B, G) of the first group to write, whose first tokens an earlier forward may have stored."""
 
@@ -129,9 +131,9 @@ class QuantizedCache(Cache):
     """A quantized KV cache for `capacity` positions in each of `batch` rows.
 
     `keys` and `values` contain each layer's ring of full-precision tokens (B, K, W + 1, D). `codes` (B, K, N + 1,
-    P), `scales` and `minima` contain two tensors per layer, for keys and for values; incomplete groups are written
-    to their last group, which is never read. Layers may have windows, but tokens outside all windows still stay in
-    the cache.
+    P), `scales` and `minima` contain two tensors per layer, for keys and for values. Incomplete groups are written
+    to group N, which is never read. Layers may have windows, but tokens outside all windows still stay in the
+    cache.
     """
 
     row_state = ("length", "first_whole")
@@ -143,7 +145,7 @@ class QuantizedCache(Cache):
     ) -> None:
         super().__init__(batch, capacity, device)
         self.format = format
-        # Tokens from this position on, a multiple of G, are in full precision in the ring.
+        # First position, a multiple of G, from which the ring has all tokens in full precision.
         self.first_whole = torch.zeros_like(self.length)
         self.codes: list[Tensor] = []
         self.scales: list[Tensor] = []
@@ -179,7 +181,7 @@ class QuantizedCache(Cache):
         )
 
     def _completed_count(self, new: int) -> int:
-        """Maximum number of groups that become complete in a row; exact if all rows are equally long."""
+        """Upper bound of the groups that a forward completes per row; exact if all rows are equally long."""
         size = self.format.group
         if self._in_order:
             return self.max_length // size - (self.max_length - new) // size
@@ -196,7 +198,7 @@ class QuantizedCache(Cache):
     def put(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Write keys and values (B, K, T, D); return all readable keys and values (B, K, S, D).
 
-        Their order is: dequantized groups, tokens in the ring, new tokens.
+        The order of keys and values is: dequantized groups, tokens in the ring, new tokens.
         """
         if layer == len(self.keys):
             for rings, x in ((self.keys, k), (self.values, v)):
@@ -228,7 +230,7 @@ class QuantizedCache(Cache):
         return readable
 
     def _write_groups(self, i: int, numbers: Tensor, x: Tensor) -> None:
-        """Quantize and store groups x (B, K, n, G, D) of keys or values at the group numbers (B, n)."""
+        """Quantize and store groups x (B, K, n, G, D) of keys or values at the group indices (B, n)."""
         dim, bits = -1 if i % 2 else -2, self.format.bits
         codes, scale, minimum = quantize(self._divide(i, x.float()), dim, bits)
         rows = torch.arange(len(numbers), device=numbers.device)[:, None]
@@ -248,7 +250,7 @@ class QuantizedCache(Cache):
             out.copy_(x)
 
     def _divide(self, i: int, x: Tensor) -> Tensor:
-        """x reshaped so that each grid covers one dimension: -2 of keys (even i), -1 of values."""
+        """x reshaped so that a grid covers one dimension: -2 for keys (even i), -1 for values (odd i)."""
         return torch.unflatten(x, -1, (self.format.parts(x.shape[-1]), -1)) if i % 2 else x
 
     def _complete_groups(self, ring: Tensor, x: Tensor, writes: _Writes) -> Tensor:
@@ -281,12 +283,13 @@ class QuantizedCache(Cache):
         self.first_whole = torch.maximum(self.first_whole, self._ring_start(self.length - 1))
 
     def truncate(self, n: Tensor) -> Tensor:
-        """Keep only the first `n` (B,) tokens of each row, or up to G - 1 fewer. Returns the numbers (B,) kept.
+        """Keep only the first `n` (B,) tokens of each row, or up to G - 1 fewer. Returns the number of tokens (B,)
+        that remain.
 
         Dropping up to SLACK tokens is exact. After dropping more, some of the last tokens may exist only as codes;
         queries then read the codes, with an error of at most half the scale. If the cut falls inside a group that
-        exists only as codes, the group is dropped, and the caller evaluates the group's tokens again; no token is
-        quantized twice.
+        exists only as codes, the group is dropped, and the caller must evaluate the group's tokens again. So no
+        token is quantized twice.
         """
         n = torch.minimum(self.length, n.to(self.length))
         whole_groups = n // self.format.group * self.format.group

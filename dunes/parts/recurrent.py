@@ -1,4 +1,4 @@
-"""Parts with a recurrent state, which replace attention and whose memory does not grow with the text."""
+"""Parts that replace attention by a recurrent state, whose size does not grow with the text."""
 
 # Shapes: B batch, T new tokens, C channels, W width of the convolution, H heads, K and V width of keys and values.
 
@@ -16,7 +16,8 @@ from dunes.parts.context import ForwardContext
 from dunes.parts.layers import at_least_float32
 
 LEAST_DECAY = -30.0
-"""Smallest logarithm of a decay (1e-13). In a sum, a much smaller one would round away other tokens' decays."""
+"""Minimum log-decay (a decay of 1e-13). In cumulative sums, a much smaller log-decay would round away the
+log-decays of other tokens."""
 
 
 def _start(module: Any) -> None:
@@ -29,7 +30,7 @@ def _start(module: Any) -> None:
 
 
 class ShortConvolution(nn.Module):
-    """A causal convolution of each channel with its own `width` weights; it starts as the identity."""
+    """A causal depthwise convolution: each channel has its own `width` weights, initialised to the identity."""
 
     supports_packing = recurrent = True
 
@@ -42,7 +43,7 @@ class ShortConvolution(nn.Module):
 
     @property
     def initial_values(self) -> Mapping[str, Any]:
-        """The weights of a new part: 1 for the token itself, 0 for earlier ones."""
+        """The weights of a new part: 1 for the token itself, 0 for earlier tokens."""
         return {"weight": F.one_hot(torch.tensor(self.weight.shape[1] - 1), self.weight.shape[1])}
 
     def forward(self, x: Tensor, ctx: ForwardContext, layer: int) -> Tensor:
@@ -71,7 +72,7 @@ class ShortConvolution(nn.Module):
 
 
 class GatedConvolution(nn.Module):
-    """A short convolution of a gated input, with a gated output, in place of attention, as in LFM2.
+    """LFM2's layer in place of attention: a short convolution with a gated input and a gated output.
 
     The result is out(gate * convolution(input * value)); `join` returns input, gate and value concatenated.
     https://arxiv.org/abs/2511.23404
@@ -97,7 +98,7 @@ def _recur(
 ) -> Tensor:
     """The outputs (B, T, H, V) of the recurrence for the new tokens, in float32 or wider; updates the state.
 
-    `q` and `k` are (B, T, H or a divisor, K), `v` (B, T, H, V), `log_decay` and `beta` (B, T, H).
+    `q` and `k` are (B, T, H or a divisor of H, K), `v` is (B, T, H, V), `log_decay` and `beta` are (B, T, H).
     """
     heads = v.shape[2]
     if (padding := ctx.padding()) is not None:  # padding changes no state
@@ -181,7 +182,7 @@ class GatedDeltaNet(nn.Module):
 
 
 def _unit(x: Tensor) -> Tensor:
-    """x divided by its length, in float32 or wider."""
+    """x divided by its L2 norm, in float32 or wider."""
     x = at_least_float32(x)
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
@@ -190,8 +191,9 @@ class Mamba2(nn.Module):
     """A selective state space model, in place of a block's attention and MLP. https://arxiv.org/abs/2405.21060
 
     The state has `state_dim` numbers for each of the `heads` * `head_dim` channels. `project` returns gates,
-    channel inputs, `groups` of keys and queries, and a time step for each head. Channel inputs, keys and queries
-    go through a short convolution. Time steps are clamped to `limits`; `norm` is applied to the gated output.
+    channel inputs, keys and queries for each of the `groups`, and a time step for each head. Channel inputs, keys
+    and queries go through a short convolution. Time steps are clamped to `limits`; `norm` is applied to the gated
+    output.
     """
 
     supports_packing = recurrent = True

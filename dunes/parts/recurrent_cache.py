@@ -1,4 +1,4 @@
-"""A KV cache that also stores recurrent states, and snapshots of them, to which `truncate` returns."""
+"""A KV cache that also stores recurrent states, and snapshots of these states, which `truncate` restores."""
 
 from collections.abc import Hashable
 from typing import Self
@@ -18,7 +18,7 @@ class RecurrentCache(Cache):
     """A cache for models with recurrent states; since states cannot drop tokens, `truncate` restores snapshots.
 
     `states` contains one tensor (B, ...) for each name that `state` was called with, and `snapshots` (B,
-    SNAPSHOTS, ...) are earlier states. Layers without keys and values take no memory for them.
+    SNAPSHOTS, ...) are earlier states. Only layers with attention take memory for keys and values.
     """
 
     row_state = ("length", "snapshot_lengths", "unsaved", "next_snapshot", "unfinished")
@@ -39,7 +39,7 @@ class RecurrentCache(Cache):
         self._layers: dict[int, int] = {}
 
     def state(self, name: Hashable, initial: Tensor) -> Tensor:
-        """The state (B, ...) of this name, to be changed in place; at first a copy of `initial`, which is zero."""
+        """The state (B, ...) called `name`, to be changed in place; at first a copy of `initial` (zeros)."""
         number = self._numbers.setdefault(name, len(self.states))
         if number == len(self.states):
             self.states.append(initial.clone())
@@ -71,7 +71,7 @@ class RecurrentCache(Cache):
             self._save()
 
     def _save(self) -> None:
-        """Make a snapshot of each row that has read INTERVAL tokens since its last snapshot."""
+        """Make a snapshot of each row with INTERVAL or more tokens since its last snapshot."""
         rows, due = torch.arange(self.batch, device=self.length.device), self.unsaved >= INTERVAL
         pairs = [*zip(self.states, self.snapshots, strict=True), (self.length, self.snapshot_lengths)]
         for state, snapshots in pairs:
@@ -85,8 +85,9 @@ class RecurrentCache(Cache):
     def truncate(self, n: Tensor) -> Tensor:
         """Keep at most the first `n` (B,) tokens of each row. Returns the number of tokens (B,) that remain.
 
-        A row that has to drop tokens, or whose last forward was interrupted, is restored from its longest snapshot
-        of at most `n` tokens, or emptied if there is none; the caller must evaluate later tokens again.
+        If a row has to drop tokens, or if its last forward was interrupted, the row is restored from its longest
+        snapshot of at most `n` tokens. Without such a snapshot, the row is emptied. The caller must evaluate the
+        later tokens again.
         """
         n = torch.minimum(self.length, n.to(self.length))
         usable = torch.where(self.snapshot_lengths <= n[:, None], self.snapshot_lengths, 0)

@@ -35,9 +35,9 @@ from dunes.runs.picture import comparison_picture
 from dunes.units import format_bytes, plural
 
 CHANGING, WRITING, COMPARING, MEASURING = (0.15, 0.55), 0.6, 0.8, 0.85
-"""Progress from 0 to 1 at the start and end of the change, and at the start of each later phase."""
+"""Progress (0 to 1) at the start and end of the change, and at the start of each later phase."""
 LEARNED = ("trained", "finetuned", "measured", "timings")
-"""Keys that `undo_folder` removes from a card, since their entries describe the changed model."""
+"""Card entries on training and measurements of the changed model; `undo_folder` removes them."""
 
 
 def augment_folder(
@@ -51,19 +51,19 @@ def augment_folder(
 ) -> list[str]:
     """Apply the change `name` to the model in a folder, and write the result to `out`; returns lines of a report.
 
-    `request` has options of the change. With `calibration`, the change also gets token ids of these sources; an
-    empty sequence selects the model's training text. With `validation`, the report compares size, memory and speed
-    before and after, and the loss on these sources; an empty sequence selects the validation text recorded in the
-    card. The written model is loaded again and compared with the model in memory. Raises ValueError if `out`
-    exists or an option is invalid. Raises ValueError and writes nothing if the comparison fails, or if files in
-    `folder` change meanwhile.
+    `request` contains the options of the change. `calibration` lists sources of calibration text (None: no text;
+    empty: the model's training text). `validation` lists sources of text on which the models before and after the
+    change are compared by loss, size, memory and speed (None: no comparison; empty: the validation text recorded
+    in the card). The written model is loaded again and compared with the model in memory. Raises ValueError if
+    `out` exists or an option is invalid. Raises ValueError and writes nothing if the comparison fails, or if files
+    in `folder` change during the call.
 
-    To save memory, a change that proceeds block by block stores its finished blocks in `out` until the end. If the
-    process is killed, the next call starts from the beginning.
+    To save memory, a change that proceeds block by block stores its finished blocks in `out` until the change is
+    complete. If the process is killed, the next call starts from the beginning.
     """
     folder = readable_folder(folder)
     edit = partial(_changed, folder, out, name, calibration, validation, request)
-    # A change with calibration takes nearly all of the time.
+    # With calibration text, the change itself takes nearly all of the time.
     scale = partial(np.interp, xp=(0.0, *CHANGING, 1.0), fp=(0.0, 0.03, 0.9, 1.0))
     with nullcontext() if calibration is None else shown_by(scale=scale):
         lines = rewrite(folder, out, edit, phase("writing", WRITING, COMPARING))
@@ -72,7 +72,7 @@ def augment_folder(
 
 
 def _spill_into(folder: Path) -> Spill:
-    """A function that writes tensors to a new file in the folder and returns memory-mapped tensors from it."""
+    """Build a function that writes tensors to a new file in the folder and returns them memory-mapped."""
     numbers = count()
 
     def spill(tensors: Tensors) -> Tensors:
@@ -85,7 +85,7 @@ def _spill_into(folder: Path) -> Spill:
 
 
 def _source_stamp(source: Path) -> dict[str, tuple[int, ...]]:
-    """Size, times and inode of each file of a model and, for an adapter, of its base, by path."""
+    """Size, times and inode of a model's files, by path; for an adapter, the base's files are included."""
     folders = [source, base_folder(source)] if source.is_dir() and is_adapter(source) else [source]
     files = [f for folder in folders for f in (sorted(folder.iterdir()) if folder.is_dir() else [folder])]
     stamps = {str(f.absolute()): f.stat() for f in files if f.suffix in READ and f.is_file()}
@@ -100,9 +100,9 @@ def _changed(
     validation: Sequence[str] | None,
     request: dict[str, Any],
 ) -> Edit[list[str]]:
-    """Load and change the model in a folder; returns two functions: to save it, and to check the saved files.
+    """Load and change the model in a folder; returns a function to save it and a function to check the files.
 
-    Finished blocks are stored in `out` until the end.
+    A change that proceeds block by block stores its finished blocks in a folder in `out`.
     """
     stamp = _source_stamp(folder)
     with phase("reading", 0.0, 0.05):
@@ -133,7 +133,7 @@ def _changed(
 
     def check(staged: Path) -> tuple[list[str], Mapping[str, Any]]:
         entries = _check(staged, out, loaded, after, facts)
-        # With validation text, the comparison already reports the agreement.
+        # With validation text, the comparison reports the top-1 agreement.
         agreed = "" if ids is not None else f"top-1 tokens agree at {agreement:.0%} of positions; "
         lines = [
             *([CHANGES[name].describe(change)] if hasattr(CHANGES[name], "describe") else []),
@@ -155,9 +155,10 @@ def _changed(
 
 
 def _scored(loaded: LoadedModel, sources: Sequence[str]) -> TokenIds | None:
-    """Token ids to score in the report.
+    """The token ids on which the report scores the model.
 
-    None if the model has no tokenizer, or if no sources are given and the card's validation text is not available.
+    Returns None if the model has no tokenizer. Without `sources`, also returns None if the card's validation text
+    is not available.
     """
     if loaded.tokenizer is None or not (sources or trained_text(loaded.card).get("split")):
         return None
@@ -166,7 +167,7 @@ def _scored(loaded: LoadedModel, sources: Sequence[str]) -> TokenIds | None:
     except ValueError as error:
         if sources:
             raise
-        if not missing_source(loaded.card):  # the report asks for missing text
+        if not missing_source(loaded.card):  # if text is missing, the report asks for it
             warnings.warn(f"not scored: {error}", stacklevel=2)
         return None
 
@@ -183,8 +184,8 @@ def quantize_folder(
 ) -> list[str]:
     """Quantize the model in a folder, by default to nf4; arguments and result are as in `augment_folder`.
 
-    The default method is gptq if `kind` is int4 or int3 and calibration text is available (the `calibration`
-    sources, or the model's training text); otherwise it is rtn. Raises ValueError in the same cases as
+    For int4 and int3, the default method is gptq if there is calibration text: the `calibration` sources, or the
+    model's training text. Otherwise, the default method is rtn. Raises ValueError in the same cases as
     `augment_folder`, and if `calibration` is given with a method that reads no text.
     """
     card = read_card(readable_folder(folder))
@@ -207,10 +208,10 @@ def quantize_folder(
 
 
 def undo_folder(folder: Path, out: Path, name: str) -> str:
-    """Undo the change `name`, which must be the last one of the folder's model; write the original model to `out`.
+    """Undo the last change of the model in a folder, and write the original model to `out`.
 
-    Returns a line that reports the result. Raises ValueError and writes nothing if the last change has another
-    name, or if the result is not equal bit for bit to the original model.
+    Returns a line that reports the result. Raises ValueError and writes nothing if the last change is not named
+    `name`, or if the result is not equal bit for bit to the original model.
     """
     folder = readable_folder(folder)
     line = rewrite(folder, out, partial(_restored, folder, out, name), phase("writing", WRITING, COMPARING))
@@ -219,7 +220,7 @@ def undo_folder(folder: Path, out: Path, name: str) -> str:
 
 
 def _restored(folder: Path, out: Path, name: str) -> Edit[str]:
-    """Undo the last change of a model; returns two functions: to save it, and to check the saved files."""
+    """Undo the last change of a model; returns a function to save it and a function to check the files."""
     with phase("reading", 0.0, 0.1):
         loaded = checkpoint.load(folder)
     recorded = records(loaded)
@@ -229,7 +230,7 @@ def _restored(folder: Path, out: Path, name: str) -> Edit[str]:
     change, earlier = Change.of(recorded[-1]), loaded.architecture.changes[:-1]
     with phase(f"undoing {name}", 0.1, 0.2):
         undo_change(loaded.model, change)
-    # Training casts weights to float32 and saves them as float32.
+    # Training saves weights as float32; the digests are of weights in the original dtype.
     loaded.model.to({str(dtype): dtype for dtype in DTYPES.values()}.get(change.before.get("kind", "")))
     with phase("comparing with the digests", 0.2, 0.5):
         part = changed_part(loaded.model, change.before)
@@ -268,7 +269,7 @@ def records(loaded: LoadedModel) -> list[Any]:
 
 
 def resolve_new(globs: Sequence[str], loaded: LoadedModel) -> tuple[str, ...]:
-    """The globs; `new` is replaced by globs for the parameters that the model's last change added.
+    """Replace the glob `new` by the names of the parameters that the model's last change added.
 
     Raises ValueError for `new` if the last change added no parameters.
     """
@@ -279,8 +280,7 @@ def resolve_new(globs: Sequence[str], loaded: LoadedModel) -> tuple[str, ...]:
 
 
 def describe_form(loaded: LoadedModel) -> str:
-    """The format in which the model is saved, as text. For a format other than plain Hugging Face, the text has
-    the reason."""
+    """Describe the format in which the model is saved, with the reason if it is not plain Hugging Face."""
     described = hf_config_of(loaded.model, loaded.context_length)
     if isinstance(described, str):
         return f"a form of its own, which only dunes opens, since no family describes it: {described[:200]}"
@@ -288,7 +288,8 @@ def describe_form(loaded: LoadedModel) -> str:
 
 
 def save_changed(loaded: LoadedModel, changes: tuple[Change, ...], folder: Path, check: Any) -> None:
-    """Save a loaded model after changes. The new card inherits those entries that are still true."""
+    """Save a loaded model after changes. The new card keeps those entries of the old card that are also true of
+    the changed model."""
     facts = inherited(loaded.card) | {"changes": history(loaded)}
     architecture = replace(loaded.architecture, changes=(*loaded.architecture.changes, *changes))
     arguments = loaded.model, folder, loaded.tokenizer, loaded.context_length, facts, check
@@ -296,9 +297,8 @@ def save_changed(loaded: LoadedModel, changes: tuple[Change, ...], folder: Path,
 
 
 def history(loaded: LoadedModel) -> list[Any]:
-    """Records of the changes that were made before the changes in `loaded.architecture`.
-
-    For a plain model, these are all records in its card.
+    """Records of the changes made before those in `loaded.architecture.changes`. For a plain model, these are all
+    records in its card.
     """
     plain = [] if "adapter" in loaded.card else loaded.card.get("changes", [])
     earlier: list[Any] = loaded.card.get("history", plain)
@@ -306,7 +306,7 @@ def history(loaded: LoadedModel) -> list[Any]:
 
 
 def described_family(base: LoadedModel) -> str | None:
-    """The family of the base's files; None for a base that a function builds, or that was changed."""
+    """The base's model family; None if a function builds the base, or if the base was changed."""
     described = base.architecture
     return None if described.function is not None or described.changes else described.family
 

@@ -40,31 +40,33 @@ from dunes.train.optim import named_optimizer
 from dunes.units import format_count, plural
 
 BYTES_PER_TOKEN = 3.9
-"""Bytes of code per BPE token, with a vocabulary of a few thousand tokens (1 byte for `bytes` and `chars`)."""
+"""Bytes of source code per token of a BPE tokenizer with a few thousand tokens. With --tokenizer bytes or chars, a
+token counts as 1 byte."""
 
 OVERHEAD_SECONDS = 15.0
 """Seconds that a run spends outside its steps: reading, tokenizing, validation, saving."""
 
 TOKENS_PER_PARAMETER = 3.0
-"""Ratio of training tokens to parameters of the best models in the sweep."""
+"""Training tokens per parameter in the best models of the sweep."""
 
 MAX_PARAMETERS_PER_TOKEN = 2.0
-"""Number of parameters per unique token above which a model memorises the text."""
+"""Maximum number of parameters per unique training token; a larger model memorises the text."""
 
 FLOOR = 0.086
-"""Irreducible loss in the formula for bits/byte, which was fitted to the sweep."""
+"""Irreducible loss (bits/byte) in the loss formula; the formula was fitted to the sweep."""
 NARROW = (16.3, 0.25)
-"""(factor, exponent) of the formula's term for the number of parameters."""
+"""Factor and exponent of the loss formula's term for the number of parameters."""
 SHORT = (62.8, 0.30)
-"""(factor, exponent) of the formula's term for the number of training tokens."""
+"""Factor and exponent of the loss formula's term for the number of training tokens."""
 
 EPOCH_DECAY = 5.0
-"""Decay constant of the value of repeated text, in epochs (15 in the paper)."""
+"""Epochs of repetition after which repeated text has lost 63 % of its value (15 in
+https://arxiv.org/abs/2305.16264)."""
 
 ARITHMETIC = 0.79
-"""Factor of FLOPs in the formula for a step's time, which was fitted to timings of 16 models."""
+"""Factor of the FLOPs in the formula for a step's time; the formula was fitted to timings of 16 models."""
 PASSES = 24.1
-"""Factor of activation bytes in the formula for a step's time."""
+"""Factor of the activation bytes in the formula for a step's time."""
 
 INDEX = 18
 """Memory of the completion index, in bytes per byte of text."""
@@ -79,7 +81,7 @@ BATCH = 16
 BIAS_RATE = 1e-3
 """Update rate of the selection bias, as in https://arxiv.org/abs/2408.15664."""
 CONTEXT = 256
-COMPLETION_CONTEXT, COMPLETION_BATCH = 512, 8  # a longer context improves completion enough to pay for its time
+COMPLETION_CONTEXT, COMPLETION_BATCH = 512, 8  # in the same time, a longer context gives better completion
 DROPOUT, WEIGHT_DECAY = 0.2, 0.15  # repeated text needs more weight decay: https://arxiv.org/abs/2509.14786
 FEW_EPOCHS = 3.0
 """Number of epochs above which a completion model gets DROPOUT and WEIGHT_DECAY."""
@@ -87,10 +89,10 @@ FEW_EPOCHS = 3.0
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates of a machine: of matrix products in `dtype` (FLOP/s), and of memory reads (bytes/s).
+    """Rates of a machine: `matmul` (FLOP/s of matrix products in `dtype`) and `read` (bytes/s of memory reads).
 
-    `planned` are the rates for planning (`measure.Rate`), by default the rates themselves. `guessed` marks
-    unmeasured rates.
+    `planned` contains the two rates to use for planning (`measure.Rate.planned`); None stands for the measured
+    rates. `guessed` marks unmeasured rates.
     """
 
     threads: int
@@ -122,7 +124,7 @@ def with_hardware(config: T) -> T:
 
 
 def autocast_dtype(config: RunConfig) -> torch.dtype:
-    """The dtype of matrix products, which `with_hardware` has chosen."""
+    """The dtype of matrix products, as chosen by `with_hardware`."""
     assert config.dtype, "chosen before"
     dtype: torch.dtype = getattr(torch, config.dtype)
     return dtype
@@ -139,9 +141,9 @@ def measure_machine(config: TrainConfig) -> Machine:
 
 
 def with_machine(config: TrainConfig, context_length: int) -> tuple[TrainConfig, Machine]:
-    """Measure this machine; returns the config with the rates, and the machine.
+    """Measure this machine; returns the config with threads, dtype and matmul rate, and the machine.
 
-    An unset context length is set to `context_length`, an unset batch size to its default.
+    Sets an unset context length to `context_length`, and an unset batch size to its default.
     """
     config = with_hardware(config)
     machine = measure_machine(config)
@@ -176,7 +178,7 @@ def autosize_run(config: TrainConfig, size: int) -> tuple[TrainConfig, list[str]
 class Estimate:
     """Estimates for a model: parameters, training speed (tokens/s), training tokens, epochs, validation bits/byte.
 
-    `active` is the number of parameters that compute a token, which is below `parameters` in a mixture.
+    `active` is the number of parameters used per token; in a mixture, `active` is below `parameters`.
     """
 
     parameters: int
@@ -188,9 +190,10 @@ class Estimate:
 
 
 def choose_size(config: TrainConfig, size: int, machine: Machine) -> tuple[TrainConfig, Estimate]:
-    """(config with the model size of lowest estimated validation loss, estimate).
+    """Choose the model size with the lowest estimated validation loss; returns the config and its estimate.
 
-    A configured size is kept. With fixed steps, the size depends on the number of tokens, but not on speed.
+    If the size is configured, it is kept. With --steps, the choice depends on the number of training tokens, but
+    not on the machine's speed.
     """
     unique = unique_tokens(config, size)
     sizes = [s for s in SIZES if s <= max(SIZES[0], MAX_PARAMETERS_PER_TOKEN * unique)]
@@ -240,8 +243,8 @@ def meta_model(config: TrainConfig) -> Decoder:
 
 
 def architecture_for(config: TrainConfig, vocab: int) -> Architecture:
-    """The architecture of a new model. Shared experts and a selection bias are added as a change, which only dunes
-    can read.
+    """The architecture of a new model. Shared experts and a selection bias are added by the change `routing`; only
+    dunes can read such a model.
 
     Raises ValueError if the function of --parts cannot be imported or builds no Decoder.
     """
@@ -275,7 +278,7 @@ def _named_parts(config: TrainConfig, vocab: int) -> Architecture:
 
 
 def active_parameters(model: nn.Module) -> int:
-    """Number of parameters that compute a token, without those of unselected experts and of `Decoder.ahead`."""
+    """Number of parameters used per token, without unselected experts and `Decoder.ahead`."""
     model = model.trunk if isinstance(model, Decoder) else model
     idle = [(m.experts, 1 - m.top_k / len(m.experts)) for m in model.modules() if isinstance(m, MoE)]
     return tree.count(model) - sum(round(share * tree.count(experts)) for experts, share in idle)
@@ -326,7 +329,8 @@ def expected_bits(parameters: int, tokens: float, unique: float) -> float:
 
 
 def seconds_per_token(model: Decoder, config: TrainConfig, machine: Machine) -> float:
-    """Seconds per training token with all ranks, including the optimizer, estimated by the fitted formula."""
+    """Seconds per training token over all ranks, including the optimizer; estimated by the formula fitted to
+    timings."""
     tokens = config.batch * config.context_length
     optimizer = named_optimizer(config.optimizer).flops(model)
     work = flops(model, config.context_length) + optimizer / tokens
@@ -336,7 +340,7 @@ def seconds_per_token(model: Decoder, config: TrainConfig, machine: Machine) -> 
 
 
 def flops(model: nn.Module, context: int) -> float:
-    """Training FLOPs per token if all weights are trained: 6 per weight of each matrix, plus those of attention.
+    """Training FLOPs per token if all weights are trained: 6 per weight of each matrix, plus attention.
 
     Masked attention scores are included, since they are computed. The optimizer is not included.
     """
@@ -349,9 +353,10 @@ def flops(model: nn.Module, context: int) -> float:
 
 
 def products(model: nn.Module) -> Iterator[tuple[int, int, float]]:
-    """Yields (inputs, outputs, share) for each matrix; `share` is the fraction of tokens that pass through it.
+    """Yields (input width, output width, share) for each matrix; `share` is the fraction of tokens that pass
+    through it.
 
-    Adapters and parts with recurrent states list their further products in `added_products`.
+    Adapters and recurrent parts list their additional products in `added_products`.
     """
     mixtures = [m for m in model.modules() if isinstance(m, MoE)]
     shares = {e: m.top_k / len(m.experts) for m in mixtures for e in m.experts.modules()}
@@ -380,18 +385,18 @@ def learning_rate(config: TrainConfig, model: Decoder) -> float:
 
 
 def build_optimizer(model: Decoder, config: TrainConfig) -> Optimizer:
-    """The optimizer of a run; a learning rate or weight decay that is not set gets the optimizer's default.
+    """The optimizer of a run; an unset learning rate or weight decay gets the optimizer's default.
 
-    Muon computes in the run's dtype, so that a run resumed on another machine computes the same.
+    Muon computes in the run's dtype, so that a run resumed on another machine gives the same results.
     """
     dtype = getattr(torch, config.dtype or "float32")
     return named_optimizer(config.optimizer).build(model, learning_rate(config, model), config.weight_decay, dtype)
 
 
 def memory_advice(config: TrainConfig, build: Build | None = None, **trained: Any) -> str:
-    """A sentence with the estimated memory of a run, its largest parts, and the options that reduce it.
+    """A sentence with the estimated memory of a run, its largest parts, and the options that reduce the memory.
 
-    With --from, `build` builds the model. `trained` is passed to `estimate_memory`.
+    With --from, `build()` returns the model to train. `trained` contains further arguments of `estimate_memory`.
     """
     options = "--batch, --context-length or --size" if build is None else "--batch or --context-length"
     return f"{describe_memory(estimate_memory(config, build, **trained))}; reduce {options} to need less"
@@ -402,8 +407,9 @@ def estimate_memory(
 ) -> dict[str, float]:
     """Bytes that each process of a run needs, by purpose, estimated on fake tensors.
 
-    The result includes the additional memory for the completion gate and for the index of `text` bytes of text.
-    `build` builds the model of --from. `trainable` is passed to `process_memory`.
+    With --complete, the result includes the memory to fit the completion gate and to index `text` bytes of text.
+    With --from, `build()` returns the model. `trainable` is the size of the trainable weights in bytes (None: all
+    weights).
     """
     shape = Shape(config.batch // ranks.count(), config.context_length, autocast_dtype(config))
     setup = TrainSetup(partial(build_optimizer, config=config))
@@ -416,7 +422,8 @@ def estimate_memory(
 
 
 def fit_memory(places: int, text: int) -> dict[str, float]:
-    """Bytes for the index of `text` bytes of text, and for fitting the gate on this many `places`, by purpose."""
+    """Bytes of memory, by purpose: for an index of `text` bytes of text, and for fitting the gate on `places`
+    positions."""
     indexed = min(text, INDEXED)
     return {"index of the text": INDEX * indexed, FIT: max(2 * places * PLACE_BYTES, INDEXING * indexed)}
 

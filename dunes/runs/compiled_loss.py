@@ -1,8 +1,8 @@
 """Compile the loss of a run into one graph. https://docs.pytorch.org/docs/stable/torch.compiler.html
 
-The loss is compiled in the first step. The choice to compile is stored in the run's state. The choice depends only
-on the run's options, so that the same command gives the same losses. Compiled code runs in deterministic mode,
-since Inductor's threads would otherwise add to gradients in varying order.
+The loss is compiled in the first step. The choice to compile is stored in the run's state. The choice does not
+depend on measured speeds, so that the same command gives the same losses. Compiled code runs in deterministic
+mode, since Inductor's threads would otherwise add to gradients in varying order.
 """
 
 from itertools import islice
@@ -24,23 +24,23 @@ GAIN = 0.12
 COMPILING = 45.0
 """Seconds to compile the loss."""
 WORTH = 2.0
-"""Minimum ratio of the saved time to the time to compile; runs longer than 12.5 minutes exceed this ratio."""
+"""A loss is compiled if this saves more than WORTH times COMPILING, as in a run of more than 12.5 minutes."""
 
 NOMINAL = 30e9
 """Assumed FLOP/s per thread, used to estimate the duration of a run with fixed steps."""
 
 COMPILER_BYTES = 0.7e9
-"""Memory in bytes that torch.compile needs in addition to the run's own."""
+"""Bytes of memory that torch.compile needs in addition to the run."""
 
 SAMPLES = 10
-"""Number of batches whose shapes are compared."""
+"""Number of batches whose shapes are compared before compiling."""
 
 
 def compile_loss(run: Run, line: Line) -> None:
-    """Replace the trainer's loss by a compiled loss with `--compile on`, or in a long run with `--compile auto`.
+    """Compile the trainer's loss with `--compile on`, or in a long run with `--compile auto`.
 
-    A resumed run repeats its earlier choice. `line` is called with messages for the user. Raises ValueError if
-    `--compile on` is impossible.
+    With `auto`, a resumed run repeats its earlier choice. `line` is called with messages for the user. Raises
+    ValueError if `--compile on` is impossible.
     """
     choice = run.config.compile
     if run.schedule.is_over(run.trainer.number):
@@ -61,8 +61,7 @@ def compile_loss(run: Run, line: Line) -> None:
 def pays(run: Run) -> bool:
     """True if a compiled loss saves more than WORTH times the time to compile it.
 
-    For a run with fixed steps, the NOMINAL speed is assumed, so that the result depends only on the config and
-    runs are reproducible.
+    For a run with fixed steps, the NOMINAL speed is assumed, so that the result depends only on the config.
     """
     config = run.config
     tokens = (config.steps or 0) * config.batch * config.context_length
@@ -93,9 +92,8 @@ def why_eager(run: Run) -> str:
 def compiled_loss(loss: Loss, backend: str = "inductor") -> Loss:
     """The loss as one compiled graph.
 
-    Dropout uses the same random numbers as in the eager loss, except for packed rows, whose padding the eager loss
-    skips. The graph is compiled for the first batch. Batches of other lengths, which need another graph, run
-    eagerly.
+    Dropout draws the same random numbers as in the eager loss, except for packed rows, since the eager loss skips
+    their padding. The graph is compiled for the first batch. Batches of other shapes run eagerly.
     """
     options: dict[str, Any] | None = {"fallback_random": True} if backend == "inductor" else None
     fast = torch.compile(loss, fullgraph=True, dynamic=False, backend=backend, options=options)
@@ -109,7 +107,7 @@ def compiled_loss(loss: Loss, backend: str = "inductor") -> Loss:
 
 
 def _compiled_or_eager(run: Run, line: Line) -> Loss:
-    """The compiled loss; after the first call that fails, the trainer uses the eager loss again."""
+    """The compiled loss. After a call that raises an error, the trainer uses the eager loss."""
     eager, compiled = run.trainer.loss, None
 
     def loss(model: nn.Module, batch: Any) -> Any:
@@ -117,7 +115,7 @@ def _compiled_or_eager(run: Run, line: Line) -> Loss:
         try:
             compiled = compiled or compiled_loss(eager)
             return compiled(model, batch)
-        except Exception as error:  # of any type; if the loss itself fails, the eager call below raises again
+        except Exception as error:  # an error of the loss itself is raised again by the eager call below
             line(f"the loss is eager again: {one_line(error)}")
             run.trainer.loss, run.trainer.deterministic = eager, False
             _record(run, False)

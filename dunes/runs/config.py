@@ -15,14 +15,14 @@ from dunes.flags import Device, Dtype, flag, is_path, option
 from dunes.units import plural
 
 RECORDED = ("float32_products", "matmul", "rate")
-"""Fields that only record measurements of the machine at the start of the run."""
+"""Config fields that record measurements of the machine at the start of the run."""
 
 Compile = Literal["auto", "on", "off"]
 T = TypeVar("T", bound="RunConfig")
 
 
 def adamw_rate(width: int) -> float:
-    """Default learning rate of AdamW for all weights of a trained model of this width.
+    """Default learning rate of AdamW for training all weights of a model of this width.
 
     The rate is a power law through two points: Alpaca's 2e-5 at width 4,096
     (https://github.com/tatsu-lab/stanford_alpaca) and the best rate of our sweep, 1e-3 at width 192
@@ -33,11 +33,11 @@ def adamw_rate(width: int) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimization:  # options that are None or 0 are chosen at the start of the run
+class Optimization:  # options set to None or 0 are chosen at the start of the run
     minutes: Annotated[float, flag("MINUTES")] = 15.0
     """Stop after this many minutes."""
     steps: Annotated[int | None, flag("STEPS", "by --minutes")] = None
-    """Stop after this many optimizer steps instead."""
+    """Stop after this many optimizer steps instead of --minutes."""
     batch: int = 0  # the subclasses describe this field and the next two
     context_length: int = 0
     lr: float | None = None
@@ -48,13 +48,13 @@ class Optimization:  # options that are None or 0 are chosen at the start of the
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
     # Options that are None are chosen for this machine. `float32_products` is true if products of bfloat16 weights
-    # are computed in float32. `matmul` is the FLOP/s of matrix products, and `rate` the estimated tokens/s.
+    # are computed in float32. `matmul` is the FLOP/s of matrix products, and `rate` is the estimated tokens/s.
     device: Annotated[Device | None, flag("cpu|cuda|mps", "the fastest available")] = None
     """Device to train on."""
     compile: Annotated[Compile, flag("auto|on|off")] = "auto"
-    """Compile the loss before the first step; `auto` does so for runs of 13 minutes and more on a CPU."""
+    """Compile the loss in the first step; `auto` does so for runs of 13 minutes and more on a CPU."""
     dtype: Annotated[Dtype | None, flag("float32|bfloat16|float16", "bfloat16 where it is fast")] = None
-    """Dtype of matrix products; weights and optimizer are float32."""
+    """Dtype of matrix products; weights and optimizer state are float32."""
     threads: Annotated[int | None, flag("THREADS", "OMP_NUM_THREADS, or the cores of this machine")] = None
     """Number of threads."""
     float32_products: Annotated[bool | None, tyro.conf.Suppress] = None
@@ -63,13 +63,14 @@ class Hardware:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:  # `asked` are the config fields set by the user, the only ones that resuming compares
+class RunOptions:  # `asked`: the config fields that the user set; resuming compares only these
     resume: bool = False
-    """Resume the run in --out from its last state, with the options it was started with."""
+    """Resume the run in --out from its last state, with the options stored there."""
     override: Annotated[tuple[str, ...], flag("FIELD", "none")] = ()
-    """Fields other than length and hardware that may change on resuming: corpus, sources, ..."""
+    """Fields that may differ from the stored options on resuming, in addition to length and hardware: corpus,
+    sources, ..."""
     dry_run: bool = False
-    """Report what would be done and the memory it would take, then exit."""
+    """Report the planned run and its memory, then exit."""
     strict: bool = False
     """Stop when saving the training state fails, and refuse to resume past a damaged state."""
     profile: bool = False
@@ -99,7 +100,8 @@ class RunConfig(Optimization, Hardware):
     FREE: ClassVar[tuple[str, ...]] = ("steps", "minutes", "compile", "dtype", "threads", "device")
     """Fields that may change when resuming."""
     OVERRIDABLE: ClassVar[tuple[str, ...]] = ()
-    """Fields that may change if listed in --override. All other fields affect the weights or the data's order."""
+    """Fields that may change on resuming if listed in --override. Fields in neither tuple affect the weights or
+    the data's order."""
     PATHS: ClassVar[tuple[str, ...]] = ()
     """Fields whose values are paths."""
     VERB: ClassVar[str] = ""
@@ -133,7 +135,7 @@ class RunConfig(Optimization, Hardware):
 
     @property
     def counted(self) -> str:
-        """The unit of a step's count, by which its loss is divided."""
+        """The items over which a step's loss is averaged, as a plural noun."""
         return "tokens"
 
     @property
@@ -153,7 +155,8 @@ class RunConfig(Optimization, Hardware):
         return {f.name for f in fields(self) if getattr(self, f.name) != f.default}
 
     def differences(self, earlier: "RunConfig", asked: Collection[str] | None = None) -> dict[str, str]:
-        """Descriptions of differences from an earlier config, by field; with `asked`, only of these fields."""
+        """Descriptions of the fields that differ from an earlier config, by name; with `asked`, only these fields
+        are compared."""
         values = {f.name: (getattr(earlier, f.name), getattr(self, f.name)) for f in fields(self)}
         return {
             name: f"{name} was {_describe(was)}, now {_describe(now)}"
@@ -181,7 +184,7 @@ def _describe(value: Any) -> str:
 
 
 def _absolute(name: Any) -> Any:
-    """The absolute path of an existing file or folder; other names, such as a Hub name, are unchanged."""
+    """The absolute path of an existing file or folder; any other name, such as a Hub name, stays unchanged."""
     if isinstance(name, tuple):
         return (*map(_absolute, name),)
     path = Path(name).expanduser()

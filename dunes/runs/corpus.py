@@ -33,13 +33,16 @@ SAMPLE = 2_000_000
 """Bytes of text on which a tokenizer is trained; more text hardly changes the tokenizer."""
 
 FEWEST = 5
-"""Minimum number of validation files; with fewer, long files are split, and their tails are for validation."""
+"""Minimum number of validation files. If there are fewer and files are long, the tail of every file is used for
+validation."""
 LONG = 4_000
-"""Minimum mean size in bytes of the files that are split."""
+"""Files are long if their mean size is at least this many bytes."""
 ENOUGH_CODE = 50_000
-"""Minimum bytes of source code for a run to complete lines although at most half of its text is code."""
+"""Minimum bytes of source code with which a run completes lines by default, if at most half of the text is
+code."""
 LEAST_CODE = 0.05
-"""Minimum ratio, for the same runs, of code to text that is neither code nor documentation."""
+"""Minimum ratio of source code to other text (without documentation) with which such a run completes lines by
+default."""
 NO_LINES = "the model's tokenizer drops spaces or line ends, so it cannot write lines"
 LITTLE = 20_000
 """Bytes of validation text below which a warning says that the validation loss is uncertain."""
@@ -47,7 +50,7 @@ LITTLE = 20_000
 
 @dataclass(frozen=True)
 class Tokens:
-    """A tokenizer, training token ids and validation token ids; `fingerprints` has a digest of each.
+    """A tokenizer, training token ids and validation token ids; `fingerprints` has digests of tokenizer and texts.
 
     `packages` are the installed packages whose code is in the text.
     """
@@ -78,8 +81,8 @@ def gather(config: TrainConfig) -> Corpus:
 
 
 def _divided(config: TrainConfig, corpus: Corpus) -> Corpus:
-    """The corpus with validation files, or with tails of all files for validation if --split is tails or files are
-    few."""
+    """The corpus, divided into training and validation files. With --split tails, or with few files, the tail of
+    every file is for validation instead."""
     few_files = len(corpus.valid) < FEWEST and all(d.header for d in corpus.valid)
     few_files = few_files and corpus.size >= LONG * len(corpus.documents)
     if config.split == "files" or (config.split is None and corpus.valid and not few_files):
@@ -91,7 +94,7 @@ def _divided(config: TrainConfig, corpus: Corpus) -> Corpus:
 
 
 def with_test_files(config: TrainConfig, corpus: Corpus) -> Corpus:
-    """The corpus; if the config trains completion and splits by files, some files are set aside for testing."""
+    """The corpus; for a completion run with --split files, some files are set aside for testing."""
     hold_out = config.complete and corpus.split == "files"
     return hold_out_test(corpus) if hold_out else corpus
 
@@ -99,12 +102,13 @@ def with_test_files(config: TrainConfig, corpus: Corpus) -> Corpus:
 def choose_completion(
     config: TrainConfig, corpus: Corpus, base: Tokenizer | None, trains: bool = True
 ) -> tuple[TrainConfig, str]:
-    """The config with `complete` chosen, and a line with the reason. `base` is the tokenizer of --from.
+    """The config with `complete` chosen, and a line with the reason. `base` is the tokenizer of the model of
+    --from.
 
     If `base` lacks the fill-in-the-middle tokens, `fim_rate` becomes 0, and files get no headers.
 
-    Raises ValueError for --complete with a `base` that cannot write lines. Also raises ValueError if completion is
-    on, --fim-rate is set and the tokens are missing, or if completion is off and one of its options is set.
+    Raises ValueError for --complete if `base` drops spaces or line ends. Also raises ValueError if completion is
+    off and one of its options is set, and if --fim-rate is set for a `base` without fill-in-the-middle tokens.
     """
     asked = config.complete is not None
     chosen, reason = (bool(config.complete), "as asked") if asked else _suits_completion(config, corpus, base)
@@ -126,7 +130,7 @@ def choose_completion(
 
 
 def _suits_completion(config: TrainConfig, corpus: Corpus, base: Tokenizer | None) -> tuple[bool, str]:
-    """(True if the model is trained for completion by default, the reason)."""
+    """Returns True if the model completes lines by default, and the reason."""
     code, other = code_size(corpus.documents)
     size = f"{format_bytes(code)} of {format_bytes(corpus.size)} of text are source code"
     if code <= corpus.size / 2 and not (code >= ENOUGH_CODE and code > LEAST_CODE * other):
@@ -174,7 +178,7 @@ def _fingerprints(tokenizer: Tokenizer, corpus: Corpus) -> dict[str, str]:
 
 
 def _sample(documents: Sequence[Document], config: TrainConfig) -> Iterator[str]:
-    """Yields about SAMPLE bytes of text from documents across the corpus, or all text for a `chars` tokenizer."""
+    """Yields about SAMPLE bytes of text from all over the corpus; for a `chars` tokenizer, yields all text."""
     total = sum(d.size for d in documents)
     stride = 1 if config.tokenizer == "chars" else max(1, total // SAMPLE)
     for document in documents[::stride]:
@@ -189,7 +193,7 @@ def _sample(documents: Sequence[Document], config: TrainConfig) -> Iterator[str]
 
 
 def _tails(shard: Shard, share: float) -> list[Side]:
-    """(token ids, document starts) of the texts without their tails, then of the tails."""
+    """Two pairs (token ids, document starts): the texts without their tails, and the tails."""
     bounds = [*shard.starts.tolist(), shard.length]
     cuts = [(start, tail_start(start, stop, share), stop) for start, stop in pairwise(bounds)]
     return [join_texts([shard.tokens[cut[i] : cut[i + 1]] for cut in cuts]) for i in (0, 1)]

@@ -72,11 +72,11 @@ ANSWER_TOKENS = 160
 """Maximum number of tokens of an answer."""
 
 BUDGET = 0.05
-"""Maximum fraction of a time-limited run for each measurement of the base model (validation, forgetting, answers).
-The finetuned model is measured on the same tokens."""
+"""In a time-limited run, maximum fraction of the time for each measurement of the base model (validation,
+forgetting, answers). The finetuned model is measured on the same tokens."""
 
 UNMEASURED = Baseline(Score(nan, 1, 0), None, [], "")
-"""Placeholder until the base model is measured; `limits` are the maximum numbers of tokens to score."""
+"""Placeholder for the base model's scores until they are measured."""
 
 
 def finetune(config: FinetuneConfig, folder: Path, display: Display, *, examples: int = 0, **options: Any) -> int:
@@ -87,7 +87,7 @@ def finetune(config: FinetuneConfig, folder: Path, display: Display, *, examples
     options or data.
     """
     start = Start(folder, display, RunOptions(**options))
-    # In a resumed run, the user's options are compared with the stored ones later.
+    # For a resumed run, `execute_run` compares the user's options with the stored options.
     if unused := unused_options(config, () if start.options.resume else start.options.asked or ()):
         name = next(iter(unused))
         raise ValueError(f"--{option(name)} has no effect with {unused[name]}; omit it")
@@ -95,8 +95,10 @@ def finetune(config: FinetuneConfig, folder: Path, display: Display, *, examples
 
 
 def plan_finetuning(config: FinetuneConfig, start: Start, examples: int) -> Callable[[], Run] | None:
-    """Read the examples, print the first of them, choose all unset options, and return a function that builds the
-    run; None in a dry run."""
+    """Read the examples, choose all unset options, and return a function that builds the run.
+
+    Prints the first `examples` training examples. Returns None in a dry run.
+    """
     display = start.display
     check_names(config.field_names)
     with start.timings("reading data"):
@@ -107,7 +109,7 @@ def plan_finetuning(config: FinetuneConfig, start: Start, examples: int) -> Call
     with start.timings("preparing"):
         data, text = choose_options(data, display), forgetting_text(data, display)
         data = replace(data, config=ranks.broadcast(data.config))
-        same = len({*ranks.all_gather(lambda: _digest(text))}) == 1  # machines may differ in permitted sources
+        same = len({*ranks.all_gather(lambda: _digest(text))}) == 1  # some ranks may lack the text
         batch = data.config.goal.full_batch(data.config, micro_batch(data.config))
     report = partial(report_step, data.config, batch=batch, display=display)
     if start.options.dry_run:
@@ -139,7 +141,7 @@ def load_base(config: FinetuneConfig) -> LoadedModel:
         with torch.device("meta"):
             model = base.architecture.build()
             apply_method(model, resolve_targets(config, base), fill=False)
-            peft_factors(model, family=described_family(base))  # raises if PEFT's format cannot express it
+            peft_factors(model, family=described_family(base))  # raises if PEFT cannot express the adapter
     return base
 
 
@@ -172,9 +174,9 @@ def choose_options(data: FinetuneData, display: Display) -> FinetuneData:
 
 
 def _fit_memory(data: FinetuneData, display: Display) -> FinetuneData:
-    """Choose the largest micro-batch for which free memory suffices, unless configured; print the estimate.
+    """Unless configured, choose the largest micro-batch that fits into free memory; print the estimate.
 
-    Raises ValueError if a configured micro-batch does not divide the rows of a rank.
+    Raises ValueError if a configured micro-batch does not divide the batch size.
     """
     config, free = data.config, measure.free_memory(measure.device())
     rows = len(range(config.batch)[ranks.rows(config.batch)])
@@ -193,7 +195,7 @@ def _fit_memory(data: FinetuneData, display: Display) -> FinetuneData:
 
 
 def _dry_trainer(data: FinetuneData) -> Trainer:
-    """A trainer of the base model with the method's changes, for estimates without a run."""
+    """A trainer of the base model with the method's changes, for the estimates of a dry run."""
     model, config = data.base.model.to(measure.device()), data.config
     apply_method(model, resolve_targets(config, data.base))
     cast_frozen_weights(model, config)
@@ -202,7 +204,7 @@ def _dry_trainer(data: FinetuneData) -> Trainer:
 
 
 def micro_batch(config: FinetuneConfig) -> int:
-    """Rows of each rank's micro-batch: greatest common divisor of the configured number and the rank's rows."""
+    """Rows per micro-batch of a rank: the greatest common divisor of `config.micro_batch` and the rank's rows."""
     return gcd(config.batch // ranks.count(), config.micro_batch)
 
 
@@ -235,7 +237,7 @@ def _meta_model(data: FinetuneData) -> Decoder:
 
 
 def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Display) -> Run:
-    """Set up a run at step 0; forgetting is measured on the token ids `text`."""
+    """Build a run at step 0; `text` contains the token ids on which forgetting is measured."""
     config = data.config
     model = data.base.model.to(measure.device())
     task = FinetuneTask(data, text, next(model.parameters()).dtype)
@@ -244,7 +246,7 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
     base = {} if config.spec.adapter is None else checkpoint.base_identity(model, place)
     with measure.replaced_paged_out(model):
         changes = apply_method(model, resolve_targets(config, data.base))
-        # Without changes, all weights train in float32. With several, the base was quantized, then got an adapter.
+        # Without a change, all weights train in float32. Two changes quantize the base, then add an adapter.
         if len(changes) != 1:
             base |= checkpoint.base_identity(model)
         if not changes:
@@ -253,7 +255,7 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
         cast_frozen_weights(model, config)
     dtype = torch.float32 if config.spec.adapter is None else None
     task = replace(task, outline=ranks.shard(model, model.layers, dtype))
-    update = optimizer(config, model)  # before the first forward pass, which leaves sharded weights gathered
+    update = optimizer(config, model)  # before any forward pass, which leaves sharded weights gathered
     if config.goal.has_reference:
         task = replace(task, reference=_reference(task, folder / REFERENCE, display))
     accumulate = config.batch // (micro_batch(config) * ranks.count())
@@ -261,9 +263,10 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
 
 
 def _reference(task: "FinetuneTask", path: Path, display: Display) -> Reference:
-    """Log-probabilities of training and validation answers by the model at step 0, which equals the base.
+    """Log-probabilities of the training and validation answers under the model at step 0, whose outputs equal the
+    base's.
 
-    The values are stored in `path`, and a resumed run reads them from there, so that they stay the same.
+    The log-probabilities are stored in `path`; a resumed run reads the stored values.
     """
     fingerprints, sides = dict(task.facts.fingerprints), {"train": task.data.train, "valid": task.data.valid}
 
@@ -290,7 +293,7 @@ def _reference(task: "FinetuneTask", path: Path, display: Display) -> Reference:
 
 
 def _stored(path: Path, read: Callable[[Path], T], display: Display) -> T | None:
-    """The content of a file; None if the run has no saved states or the file is damaged."""
+    """The content of a file; None if the run has no saved state, or if the file is missing or damaged."""
     if path.is_file() and any(path.parent.glob("step-*")):
         try:
             return read(path)
@@ -302,8 +305,8 @@ def _stored(path: Path, read: Callable[[Path], T], display: Display) -> T | None
 def apply_method(model: Decoder, config: FinetuneConfig, fill: bool = True) -> list[Change]:
     """Make the method's changes to the model, freeze all other weights, and return the changes.
 
-    Full finetuning trains in float32, because updates are smaller than bfloat16's precision. With `fill=False`,
-    for a model on fake tensors, values are not read, cast or initialised. Raises ValueError if the method does not
+    Full finetuning trains in float32, because updates are smaller than bfloat16's precision. `fill=False` is for
+    models on fake tensors: values are not read, cast or initialised. Raises ValueError if the method does not
     apply to the model.
     """
     spec, changes = config.spec, list[Change]()
@@ -330,7 +333,7 @@ def _adapter_request(config: FinetuneConfig) -> dict[str, Any]:
 
 
 def resolve_targets(config: FinetuneConfig, base: LoadedModel) -> FinetuneConfig:
-    """The config, with `new` in its target modules replaced by globs of the parameters that the base's last change
+    """Replace `new` in the config's target modules by the names of the parameters that the base's last change
     added."""
     return replace(config, target_modules=resolve_new(config.target_modules, base))
 
@@ -347,8 +350,7 @@ def optimizer(config: FinetuneConfig, model: nn.Module) -> Optimizer:
 
 
 def _baseline(task: "FinetuneTask", path: Path, display: Display) -> Baseline:
-    """The base model's scores and answers, which are read from `path` if the run has saved states, and otherwise
-    measured."""
+    """The base model's scores and answers: read from `path` if the run has a saved state, otherwise measured."""
     before = ranks.broadcast(_stored(path, Baseline.read, display))
     if before is None:
         display.detail("evaluating the base model")
@@ -367,7 +369,7 @@ def _baseline(task: "FinetuneTask", path: Path, display: Display) -> Baseline:
 def forgetting_text(data: FinetuneData, display: Display) -> TokenIds | None:
     """Token ids of text like the base model's training data.
 
-    If no such text is available, displays a message and returns None.
+    Displays a message and returns None if no such text is available.
     """
     try:
         options = {"follow_links": data.config.follow_links} if data.config.forgetting_data else {}
@@ -386,9 +388,10 @@ def forgetting_text(data: FinetuneData, display: Display) -> TokenIds | None:
 class FinetuneTask:
     """The task of a finetuning run. Forgetting is measured on `forgetting_ids`.
 
-    `stored` is the dtype of the base model, `base` is its `base_identity`, and `changes` are the method's changes
-    to the base model. With several ranks, `outline` is the unsharded model without weight values. `reference` has
-    the base's log-probabilities of training and validation answers, for objectives that need them.
+    `stored` is the dtype of the base model. `base` is the result of `checkpoint.base_identity` for the base model.
+    `changes` are the method's changes to the base model. With several ranks, `outline` is the unsharded model
+    without weight values. `reference` contains the base's log-probabilities of training and validation answers, if
+    the objective needs them.
     """
 
     data: FinetuneData
@@ -445,15 +448,14 @@ class FinetuneTask:
 
     @property
     def _rows(self) -> int:
-        """Number of examples or pairs in a batch of one micro-batch per rank, which is known to fit into
-        memory."""
+        """Number of examples or pairs in a batch, which consists of one micro-batch per rank."""
         return micro_batch(self.config) * ranks.count()
 
     def sample(self) -> str:
         return "\n".join(f"{question(r.turns)}\n>>> {self._answer(r)}" for r in self.data.val_records[:1])
 
     def measure_baseline(self, score: Score | None = None) -> Baseline:
-        """Score the model and generate its answers. A given `score` is used as the validation score."""
+        """Score the model and generate its answers. If `score` is given, it is used as the validation score."""
         limit, text_limit = self.before.limits
         start, available = monotonic(), 0 if self.forgetting_ids is None else len(self.forgetting_ids)
         with phase("measuring forgetting", end=0.5):
@@ -470,13 +472,13 @@ class FinetuneTask:
     def _budget(self) -> float:
         """Maximum seconds for each measurement of the base model.
 
-        Infinite for a run without a time limit, and for the finetuned model.
+        The result is infinite in a run without a time limit, and for the finetuned model.
         """
         return BUDGET * self.config.seconds if self.config.stops_by_time and self.before is UNMEASURED else inf
 
     def _answers(self) -> list[str]:
-        """Answers to as many of the first validation examples as the base model answered, or as `_budget`
-        allows."""
+        """Answers to the first validation examples. Before training, up to ANSWERED answers are generated within
+        `_budget`; after training, the same examples are answered."""
         answers, end = list[str](), monotonic() + self._budget
         answered = ANSWERED if self.before is UNMEASURED else len(self.before.answers)
         for record in each(self.data.val_records[:answered]):
@@ -521,7 +523,7 @@ class FinetuneTask:
 
     def close(self, run: Run, score: Score, interrupted: bool) -> list[str]:
         rounds = self.config.spec.adapter is None and self.stored != torch.float32
-        if rounds:  # to score the weights as saved
+        if rounds:  # so that the score describes the saved weights
             round_weights(run.model, self.stored)
             score = self.score(1 if interrupted else run.final_tokens)
         after = None if interrupted else self.measure_baseline(score)
@@ -537,7 +539,7 @@ class FinetuneTask:
                 samples, table = run.folder / "samples.md", self.before.table(after, self.data.val_records)
                 if not (samples.is_file() and table in samples.read_text(errors="replace")):  # as before resuming
                     append_text(samples, table)
-        except OSError as error:  # the weights are saved by now
+        except OSError as error:  # not fatal: the weights are already saved
             lines.insert(0, f"warning: writing samples.md failed: {error}")
         folder = shlex.quote(str(run.folder))
         if self.config.spec.saves_model:
@@ -546,7 +548,7 @@ class FinetuneTask:
         return [*lines, f"adapter: {folder}", f"try: dunes chat {folder}   or: {merge}"]
 
     def _save(self, model: Decoder, folder: Path, facts: dict[str, Any], after: Baseline | None) -> None:
-        """Save the model or the adapter; its card also records the losses before training."""
+        """Save the model or the adapter; the card also records the losses before training."""
         if after is not None:
             key = "chosen_loss_before" if self.config.goal.has_reference else "before"
             facts["measured"][key] = self.before.score.loss
@@ -563,7 +565,7 @@ class FinetuneTask:
             return
         facts["changes"] = [change.record() for change in self.changes]
         options: dict[str, Any] = {"tokenizer": loaded.tokenizer, "context_length": loaded.context_length}
-        base = Path(name) if Path(name).exists() else name  # else a name on the Hub
+        base = Path(name) if Path(name).exists() else name  # a string is a name on the Hub
         options["family"] = described_family(loaded)
         checkpoint.save_adapter(model, folder, NAME, base, identity=self.base, facts=facts, **options)
 
@@ -573,7 +575,7 @@ def _digest(ids: TokenIds | None) -> str:
 
 
 def round_weights(model: Decoder, dtype: torch.dtype) -> None:
-    """Round the weights to a dtype. Sharded weights are rounded but stay float32, which fully_shard requires."""
+    """Round the weights to a dtype. Sharded weights are rounded but stay float32, as fully_shard requires."""
     if ranks.count() == 1:
         model.to(dtype)
         return

@@ -16,7 +16,7 @@ TemplateName = Literal["plain", "alpaca", "alpaca-newline", "mistral", "llama2",
 TrainOn = Literal["answers", "all"]
 
 EXPERTS = {"router": "router", "experts": "experts", "experts_per_token": "top_k"}
-"""Names of the options of --method lora-experts, and of the same options in the change `lora-experts`."""
+"""Options of --method lora-experts, mapped to their names in the change `lora-experts`."""
 
 TOKENS = 4096
 """Tokens per step with the default batch size."""
@@ -29,9 +29,10 @@ MAX_ADAPTER_LR = 0.005
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """Specification of a method: options of `change`, which adds an adapter, and options to quantize the base.
+    """Specification of a finetuning method: how it adds an adapter to the base, and how it quantizes the base.
 
-    `adapter` or `quantize` is None if the method has no such step.
+    `adapter` has the options of the change named `change`; None if the method trains the base itself. `quantize`
+    has the options of quantization; None if the base is not quantized.
     """
 
     adapter: Mapping[str, Any] | None = None
@@ -65,8 +66,8 @@ class ExampleData:
     text_field: Annotated[tuple[str, ...], flag("FIELD", "detected")] = ()
     """Fields of each record to train on as plain text; several are joined by a blank line."""
     fields: Annotated[tuple[str, ...], flag("OURS=THEIRS,...", "named as in the formats of --data")] = ()
-    """Field names of --data's formats and the data's own names for them, like
-    prompt=question,completion=answer."""
+    """Renamed fields of the data: with prompt=question,completion=answer, the field question is read as prompt,
+    and answer as completion."""
     follow_links: bool = False
     """Follow symbolic links that lead outside the data folder."""
     template: Annotated[
@@ -88,33 +89,34 @@ class ExampleData:
     max_truncated: Annotated[float, flag("FRACTION")] = 0.05
     """Refuse data if a larger fraction of the examples would be truncated."""
     packing: Annotated[bool, flag("", "packed")] = True
-    """Put one example into each row instead of packing several."""
+    """--no-packing puts one example into each row instead of packing several."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
     method: Annotated[Method, flag("|".join(get_args(Method)))] = "lora"
-    """Finetuning method: an adapter beside the frozen (or quantized) base, or all weights (full)."""
+    """Finetuning method. full: train all weights. The others freeze the base (those with q also quantize it) and
+    train an adapter."""
     target_modules: Annotated[
         tuple[str, ...], flag("GLOB", "all linear layers of the blocks but routers; full: all weights")
     ] = ()
-    """Globs of modules that get an adapter or, with full, are trained; new: those of the last change; ! excludes.
-    The last match wins."""
+    """Globs of modules that get an adapter (with full: that are trained). new: the modules of the last change.
+    !GLOB: excluded modules. The last match wins."""
     rank: Annotated[int, flag("RANK")] = 16
     """Rank of the adapter (r)."""
     alpha: Annotated[float, flag("ALPHA")] = 32.0
     """Scaling: the adapter's output is multiplied by alpha / rank (rslora: alpha / sqrt(rank))."""
     ranks: Annotated[tuple[str, ...], flag("GLOB=RANK", "none")] = ()
-    """Ranks of some modules that differ from --rank."""
+    """Ranks for modules that match a glob, instead of --rank."""
     dropout: Annotated[float, flag("P")] = 0.0
     """Dropout probability of the adapter's input."""
     experts: Annotated[int, flag("EXPERTS")] = 8
     """With lora-experts: number of low-rank experts at each linear layer; each has rank --rank."""
     experts_per_token: Annotated[int, flag("EXPERTS")] = 2
-    """With lora-experts: number of experts that compute each token."""
+    """With lora-experts: number of experts selected for each token."""
     router: Annotated[Router, flag("|".join(get_args(Router)))] = "linear"
-    """With lora-experts, linear: a router for each linear layer; shared: one for each attention and MLP; mlp:
-    experts that are MLPs (MixLoRA), with plain LoRA on the other layers."""
+    """With lora-experts. linear: a router for each linear layer. shared: a router for each attention and each MLP.
+    mlp: experts that are MLPs, and plain LoRA on the other layers (as in MixLoRA)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +146,7 @@ class FinetuneConfig(ExampleData, Adapter, Preference, FinetuneOptimization, Run
 
     AUTO = (*RunConfig.AUTO, "minutes")
     PATHS = ("model", "data", "val_data", "forgetting_data")
-    # Paths may change, since the contents of base and examples are compared.
+    # Paths may change, since a resumed run compares the contents of base and examples.
     OVERRIDABLE = PATHS
     VERB = "finetune"
 
@@ -157,8 +159,8 @@ class FinetuneConfig(ExampleData, Adapter, Preference, FinetuneOptimization, Run
 
     @property
     def field_names(self) -> dict[str, str]:
-        """`fields` as a dict from our field names to those of the data. Raises ValueError if an entry is not
-        OURS=THEIRS."""
+        """`fields` as a dict from the field names in the formats of dunes to those in the data. Raises ValueError
+        if an entry is not OURS=THEIRS."""
         return parse_fields(self.fields)
 
     @property
@@ -167,7 +169,7 @@ class FinetuneConfig(ExampleData, Adapter, Preference, FinetuneOptimization, Run
 
     @property
     def goal(self) -> Objective:
-        """The objective's entry in the table of objectives."""
+        """The entry of `objective` in OBJECTIVES."""
         return OBJECTIVES[self.objective]
 
     @property
@@ -202,7 +204,8 @@ class FinetuneConfig(ExampleData, Adapter, Preference, FinetuneOptimization, Run
 
 
 def unused_options(config: FinetuneConfig, asked: Collection[str]) -> dict[str, str]:
-    """Options in `asked` without effect, each with the flag of the method or objective that ignores the option."""
+    """The options in `asked` that have no effect; the values are the flags that ignore them, like "--method
+    full"."""
     others = () if config.spec.adapter is not None else ("rank", "alpha", "ranks", "dropout")
     others = (*others, *(EXPERTS if config.spec.change != "lora-experts" else ()))
     unused = dict.fromkeys(others, f"--method {config.method}")
@@ -214,11 +217,11 @@ def learning_rate(config: FinetuneConfig, width: int) -> float:
     """The configured learning rate, or the default for a model of this width.
 
     For full finetuning, the default is `adamw_rate`. For adapters, the default is 0.7 times the power law of
-    https://thinkingmachines.ai/blog/lora/, but at most MAX_ADAPTER_LR, since the validation loss rises during
-    training at higher rates. The result is divided by the adapter's scale relative to LoRA with alpha 32, since
-    the scale multiplies updates of `B`. "Learning rates of finetuning" in docs/log/finetuning.md gives results for
-    100 to 5,000 steps, and the limits of these defaults. Both defaults are multiplied by the objective's
-    `lr_scale`. Full finetuning with dpo thus gets 1e-6 at a width of 4,096, as in
+    https://thinkingmachines.ai/blog/lora/, but at most MAX_ADAPTER_LR, above which the validation loss rises
+    during training. The default for adapters is then divided by the adapter's scale relative to LoRA with alpha
+    32, since the scale multiplies updates of `B`. "Learning rates of finetuning" in docs/log/finetuning.md gives
+    results for 100 to 5,000 steps, and the limits of these defaults. Both defaults are multiplied by the
+    objective's `lr_scale`. Full finetuning with dpo thus gets 1e-6 at a width of 4,096, as in
     https://arxiv.org/abs/2305.18290.
     """
     if config.lr is not None:

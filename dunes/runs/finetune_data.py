@@ -46,14 +46,14 @@ MIN_CONTEXT = 128
 """Minimum default context length."""
 
 DEFAULT_TEMPLATES = {"alpaca": "alpaca", "completion": "plain", "text": "plain"}
-"""Default template by format. For conversations, the default is chatml if the tokenizer has its special tokens,
-else mistral."""
+"""Default template by format. For conversations, the default is chatml if the tokenizer has the special tokens of
+chatml, else mistral."""
 
 PLAIN_KINDS = ("completion", "text")
-"""Formats whose records are plain text, to which no chat template is applied."""
+"""Formats of plain text; no chat template is applied to their records."""
 
 LEAST_TAIL = 16
-"""Minimum length of a tail, in tokens."""
+"""Minimum length in tokens of the tail of a text."""
 
 FORGETTING_TOKENS = 65_536
 """Maximum number of tokens of the forgetting data to score before and after finetuning."""
@@ -64,7 +64,7 @@ PROBED = 2_048
 LINES = 5
 """Maximum number of lines of an answer in the report."""
 LINE = 200
-"""Maximum number of characters of each of these lines."""
+"""Maximum number of characters per line of an answer in the report."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class FinetuneData:
             display.detail(line)
         check_formats(config, [*files, *val_files])
         tokenizer = base.require_tokenizer()
-        # The template is chosen for conversations if there are any, else for Alpaca records without history.
+        # Conversations determine the template if there are any, else Alpaca records without history.
         records = min([*files, *val_files], key=lambda r: (r.format in PLAIN_KINDS, _single_tasks(r)))
         template = choose_template(config, records, tokenizer, base.card)
         display.detail(f"template: {template.name}")
@@ -137,8 +137,8 @@ class FinetuneData:
 
     @property
     def template_name(self) -> str | None:
-        """Name of the finetuned model's chat template, or None. With an unchanged tokenizer, it is the base
-        model's template."""
+        """Name of the finetuned model's chat template, or None. If the tokenizer is unchanged, the template is the
+        base model's."""
         if self.tokenizer is self.base.tokenizer:
             return self.base.card.get("template")
         return self.template.name if isinstance(self.template, templates.NamedTemplate) else None
@@ -163,14 +163,15 @@ def check_formats(config: FinetuneConfig, files: Sequence[Records]) -> None:
 
 
 def _single_tasks(records: Records) -> bool:
-    """True if Alpaca's template can express the records: Alpaca records without system prompt or history."""
+    """True if all records are Alpaca records without system prompt or history, as Alpaca's template requires."""
     return records.format == "alpaca" and all(len(row.turns) == 2 for row in records.rows)
 
 
 def choose_template(
     config: FinetuneConfig, records: Records, tokenizer: Tokenizer, card: Mapping[str, Any]
 ) -> templates.Template:
-    """The configured template, or the model's own, or else the default for these records."""
+    """The configured template if set. Conversations otherwise get the model's own template, if any. In all other
+    cases, the default for the format of the records is returned."""
     if config.template:
         return templates.get_template(config.template)
     template = None if records.format in PLAIN_KINDS else templates.find_template(tokenizer, card)
@@ -185,9 +186,9 @@ def choose_template(
 def _tokenize(
     config: FinetuneConfig, template: Template, conversations: bool, tokenizer: Tokenizer, rows: Sequence[Record]
 ) -> tuple[list[Record], list[Example]]:
-    """(rows with `seen` set from their examples, examples).
+    """Tokenize the rows; returns the rows, with `seen` copied from their examples, and the examples.
 
-    If `conversations` is true, the template is not applied to plain text among the rows.
+    If `conversations` is true, plain text among the rows is tokenized without the template.
     """
     examples: list[Example] = []
     for plain, group in groupby(rows, key=lambda row: conversations and row.format in PLAIN_KINDS):
@@ -199,10 +200,11 @@ def _tokenize(
 def _split_examples(
     rows: Sequence[Record], written: Sequence[Example], config: FinetuneConfig, base: LoadedModel
 ) -> tuple[FinetuneConfig, list[Example], list[Example], list[Record]]:
-    """Divide the rows; returns (config with context length, training examples, validation examples, val. records).
+    """Split the rows; `written` contains the example of each row.
 
-    `written` has an example for each row. Records are split by hash, and the end of each large text is used for
-    validation. Examples without a target within the context are used for validation only if no others remain.
+    Returns the config with its context length, the training examples, the validation examples and the validation
+    records. Records are split by hash; the end of each large text is used for validation. Validation examples have
+    a target within the context, unless the split selects no such example.
     """
     by_row = {id(row): example for row, example in zip(rows, written, strict=True)}
     share = config.val_fraction
@@ -220,7 +222,7 @@ def _split_examples(
     config = replace(config, context_length=choose_context_length(config, [*examples, *heads, *tails], base))
     usable = [r for r, e in zip(rest, examples, strict=True) if e.targets(config.context_length)]
     val_records: list[Record] = []
-    for candidates in (usable, rest):  # too few targets are reported later
+    for candidates in (usable, rest):  # `check_report` rejects too few targets
         val_records = val_records or split_records(candidates, share)[1]
     valid_rows = {id(row) for row in val_records}
     pairs = [(id(row) in valid_rows, e) for row, e in zip(rest, examples, strict=True)]
@@ -229,8 +231,8 @@ def _split_examples(
 
 
 def _without_copies(rows: Sequence[Record], large: Sequence[Record]) -> list[Record]:
-    """The rows without near-duplicates of large texts. Such a duplicate would contain the validation tail of its
-    text."""
+    """The rows, except near-duplicates of a row in `large`, since they would put its validation tail into the
+    training data."""
     hashes = dict(zip(map(id, rows), record_hashes(rows), strict=True))
     firsts = {hashes[id(row)]: row for row in reversed(large)}
     return [row for row in rows if firsts.get(hashes[id(row)], row) is row]
@@ -239,9 +241,9 @@ def _without_copies(rows: Sequence[Record], large: Sequence[Record]) -> list[Rec
 def choose_context_length(config: FinetuneConfig, examples: Sequence[Example], base: LoadedModel) -> int:
     """The configured context length, or a power of two that fits the longest example.
 
-    For plain text, the default is at most the base model's context length. Raises ValueError if a length is above
-    the limit. With learned position embeddings, the limit is the base model's context length; with rotary
-    embeddings, the limit is at least MAX_CONTEXT.
+    For plain text, the default is at most the base model's context length. Raises ValueError if the configured
+    length is larger than the base model's context length and, with rotary embeddings, also larger than
+    MAX_CONTEXT.
     """
     trained = base.context_length
     limit = trained if base.model.embed.place is not None else max(trained, MAX_CONTEXT)
@@ -273,8 +275,8 @@ def read_dataset(
     """Read the records of a file, or of all files below a folder; also returns lines about read and skipped files.
 
     A file of plain text is one record; .gitignore, binaries, generated files, links and duplicates are handled as
-    in `collect_corpus`. `names` maps names of fields, as in `read_records`. Raises ValueError for an invalid
-    record, naming the file and the line or row, and if the source contains no records.
+    in `collect_corpus`. `names` maps the field names of RECORD_FORMATS to the names in the file. Raises ValueError
+    for an invalid record, naming the file and the line or row, and if the source contains no records.
     """
     walk = Walk([source], follow_links)
     files: list[Records] = []
@@ -318,7 +320,7 @@ def split_windows(example: Example, context_length: int) -> Iterator[Example]:
 
 
 def large_texts(rows: Sequence[Record], share: float) -> list[Record]:
-    """The plain texts longer than the fraction `share` of the total length of all plain texts."""
+    """Plain texts that are longer than `share` (a fraction) of the total length of all plain texts."""
     texts = [row for row in rows if row.format == "text"]
     limit = share * sum(len(row.turns[-1].text) for row in texts)
     return [row for row in texts if len(row.turns[-1].text) > limit]
@@ -327,8 +329,8 @@ def large_texts(rows: Sequence[Record], share: float) -> list[Record]:
 def split_tails(texts: Sequence[Example], share: float) -> tuple[list[Example], list[Example]]:
     """Split each text into a head and a tail; the tail has about the fraction `share` of the text's tokens.
 
-    Short texts are not split. The last token of a head is repeated as the first token of the tail, to predict the
-    tail's first target.
+    Short texts are not split. A head and its tail overlap by one token, from which the tail's first target is
+    predicted.
     """
     heads, tails = [], []
     for text in texts:
@@ -358,7 +360,7 @@ class Baseline:
 
     @classmethod
     def read(cls, path: Path) -> "Baseline":
-        """Read a baseline from a file written by `write`. Raises ValueError for other contents."""
+        """Read a baseline from a file written by `write`. Raises ValueError for a file with other content."""
         stored = json_file.read(path)
         try:
             scores = {name: read_score(stored[name]) for name in ("score", "forgetting")}
@@ -402,7 +404,8 @@ class Baseline:
 def score_within(
     seconds: float, score: Callable[[int], Score | None], most: int, available: int
 ) -> tuple[Score | None, int]:
-    """Score as many tokens as fit into `seconds`, but at most `most`; returns the score and the token limit."""
+    """Score as many tokens as fit into `seconds`, but at most `most`; returns the score and the limit on its
+    tokens."""
     start = monotonic()
     if seconds == inf or min(most, available) <= PROBED or (first := score(PROBED)) is None:
         return score(most), most

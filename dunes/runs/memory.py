@@ -24,14 +24,15 @@ PROCESS = measure.resident_memory() + 190e6
 """Bytes that Python and torch need: resident memory after import, plus code and workspaces of the first steps."""
 
 FRAGMENTATION = 0.45
-"""Memory lost to fragmentation, as a fraction of what training allocates in glibc's heap, if all weights are
-trained. Training an adapter loses hardly any memory, since it allocates little except activations."""
+"""Memory lost to fragmentation if all weights are trained, as a fraction of the allocations in glibc's heap.
+Training an adapter loses hardly any memory, since it allocates little except activations."""
 
 MOST_LOST = 0.3e9
-"""Maximum memory lost to fragmentation. Even a 135M model with 2 GB in the heap loses hardly more."""
+"""Maximum memory in bytes lost to fragmentation. Training a model of 135M parameters, with 2 GB in the heap, loses
+hardly more."""
 
 MEASURED_TOKENS = 1024
-"""Maximum number of tokens in the timed micro-batch, unless two rows have more."""
+"""Maximum number of tokens in a timed micro-batch, unless two rows have more."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ def train_allocations(
     """Allocations of the second training step; the first step creates the optimizer state.
 
     If `estimated` is true, fake tensors give the same result in a fraction of a second without using memory. The
-    log is for rank 0 of `number` ranks, by default those of this run; `shape` has the rows of one rank.
+    allocations are those of rank 0 of `number` ranks (by default, the ranks of this run); `shape.batch` counts the
+    rows of one rank.
     """
     with ranks.fake_ranks(number or ranks.count()), _tensors(estimated):
         model = build()
@@ -108,8 +110,8 @@ def process_memory(
 ) -> dict[str, float]:
     """Bytes that each process of a run with `number` ranks needs, by purpose, estimated on fake tensors.
 
-    `number` is by default this run's number of ranks; `shape` has the rows of one rank. `trainable` is the number
-    of bytes of the trainable weights of all ranks; by default, all weights are trainable.
+    `number` is by default this run's number of ranks; `shape.batch` counts the rows of one rank. `trainable` is
+    the size in bytes of the trainable weights, over all ranks; by default, all weights are trainable.
     """
     number = number or ranks.count()
     log = train_allocations(build, shape, True, setup, number)
@@ -121,13 +123,14 @@ def process_memory(
     in_heap = [a.size for a in log.live_at() if a.size <= measure.LARGE_BLOCK and a.kind != "parameters"]
     share = 1.0 if trainable is None else min(1.0, trainable / number / weights)
     parts["fragmentation"] = share * min(MOST_LOST, FRAGMENTATION * sum(in_heap))
-    # Copies of the best weights, and of the weights and optimizer state that a save writes during training.
+    # The best weights are copied; a save during training copies weights and optimizer state.
     parts["copies for saving"] = 2 * (weights if trainable is None else trainable / number) + averages
     return parts
 
 
 class StepCost(NamedTuple):
-    """Measured seconds of a step and of its gradients, its tokens, and the bytes of a saved training state."""
+    """Measured cost of a step: seconds in total, seconds of the gradients, tokens, bytes of a saved training
+    state."""
 
     seconds: float
     gradients: float
@@ -138,9 +141,9 @@ class StepCost(NamedTuple):
 def measure_step(trainer: Trainer, batch: tuple[Tensor, ...]) -> StepCost | None:
     """Time a step whose micro-batches are all like `batch`; weights and optimizer stay unchanged.
 
-    After a warm-up call, gradients are timed for two rows and for at most MEASURED_TOKENS tokens, and the time of
-    all rows is extrapolated. The second of two optimizer updates is timed. Returns None for several ranks, and if
-    gradients and optimizer state do not fit into free memory.
+    After a warm-up call, gradients are timed for two rows and for at most MEASURED_TOKENS tokens. The time for all
+    rows is extrapolated from these two times. Two optimizer updates are made, and the second is timed. Returns
+    None for several ranks, and if gradients and optimizer state do not fit into free memory.
     """
     trained = sum(p.nbytes for p in trainer.parameters() if p.requires_grad)
     if ranks.count() > 1 or 0 < measure.free_memory(trainer.device) < 3 * trained:

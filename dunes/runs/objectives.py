@@ -1,4 +1,4 @@
-"""The objectives of finetuning, and their options. Only its methods import torch."""
+"""The objectives of finetuning, and their options. Importing this module does not import torch."""
 
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -20,8 +20,8 @@ ObjectiveName = Literal["sft", "dpo", "orpo"]
 @dataclass(frozen=True, kw_only=True)
 class Preference:
     objective: Annotated[ObjectiveName, flag("|".join(get_args(ObjectiveName)))] = "sft"
-    """Learn the examples (sft), prefer chosen to rejected answers relative to the base (dpo), or learn the chosen
-    answers and prefer them (orpo)."""
+    """sft: learn the examples. dpo: prefer chosen to rejected answers, relative to the base. orpo: learn the
+    chosen answers, and prefer them to the rejected ones."""
     beta: Annotated[float, flag("BETA")] = 0.1
     """With dpo: the reward of an answer is beta times its log-probability relative to the base; with orpo: weight
     of the odds-ratio loss."""
@@ -33,12 +33,13 @@ class Preference:
 
 @dataclass(frozen=True)
 class Objective:
-    """An objective on examples: the name of its loss in `dunes.train.loss`, and the options that the loss takes.
+    """A finetuning objective: the name of a loss in `dunes.train.loss`, and the options that the loss takes.
 
-    `lr_scale` multiplies the default learning rate. With `has_reference`, batches have log-probabilities of the
-    base model. `row_format` is the only format that the objective reads, a key of RECORD_FORMATS. If empty, the
-    objective reads all formats except the `row_format` of other objectives. `ignored` are options of the run
-    without effect. `counted` is the unit of a step's count, and `noun` the unit of `--batch`.
+    `lr_scale` multiplies the default learning rate. If `has_reference` is true, batches contain the base model's
+    log-probabilities. `row_format` (a key of RECORD_FORMATS) is the only format that the objective reads. If it
+    is empty, the objective reads every format that no other objective has as its `row_format`.
+    `ignored` lists the run's options that have no effect with this objective. `counted` names the items over which
+    the loss is averaged; `noun` names the items that --batch counts.
     """
 
     loss_name: str
@@ -52,7 +53,7 @@ class Objective:
 
     @property
     def unused(self) -> list[str]:
-        """Names of options without effect: `ignored`, and options that only other objectives have."""
+        """Names of options that have no effect: `ignored`, and options of other objectives."""
         used = {"objective", *self.options}
         return [*self.ignored, *(f.name for f in fields(Preference) if f.name not in used)]
 
@@ -62,8 +63,8 @@ class Objective:
         return partial(loss, **{name: getattr(config, name) for name in self.options}) if self.options else loss
 
     def full_batch(self, config: "FinetuneConfig", size: int) -> "Batch":
-        """A batch of `size` full rows with a loss on every token; with packing, each row consists of two
-        examples."""
+        """A batch of `size` rows of the context length. Each row contains two examples of half this length
+        (without packing, one example and padding); all targets of an example have a loss."""
         import numpy as np
 
         from dunes.data.batches import collate
@@ -74,7 +75,7 @@ class Objective:
         return collate([row] * size, config.context_length, full=True)
 
     def score(self, config: "FinetuneConfig", loaded: "LoadedModel", batches: "Batches") -> "Score":
-        """The score of an epoch of validation batches."""
+        """The score on one epoch of the validation batches."""
         from dunes.evaluate.text_loss import score_batches
         from dunes.runs.autosize import autocast_dtype
 
@@ -82,7 +83,7 @@ class Objective:
 
 
 class PairObjective(Objective):
-    """An objective on pairs of a chosen and a rejected answer. Each pair takes two rows, which are not packed."""
+    """An objective on pairs of a chosen and a rejected answer. A pair takes two rows; rows are not packed."""
 
     row_format, counted, noun = "preference", "pairs", "pair"
     ignored = ("text_field", "train_on", "packing")
@@ -95,7 +96,7 @@ class PairObjective(Objective):
         return batch if self.has_reference else batch[:3]
 
     def score(self, config: "FinetuneConfig", loaded: "LoadedModel", batches: "Batches") -> "Score":
-        """The score of an epoch of pairs. Until the reference is computed, only the chosen answers are scored."""
+        """The score on one epoch of pairs. Until the reference is computed, only the chosen answers are scored."""
         from dunes.evaluate.preferences import score_pairs
         from dunes.runs.autosize import autocast_dtype
 

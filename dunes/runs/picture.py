@@ -24,8 +24,8 @@ def loss_picture(records: Sequence[dict[str, Any]], score: Score, step: int, pat
 
     For preferences, the left axis is the loss per pair, and the right axis is the margin of rewards.
 
-    `records` are the records of metrics.jsonl. `score` is the validation score of the saved weights, and `step` is
-    their step.
+    `records` are the records of metrics.jsonl. `score` and `step` are the validation score and the training step
+    of the saved weights.
     """
     with _figure(path, 8, 4.5) as figure:
         axes = figure.add_subplot()
@@ -57,7 +57,8 @@ def loss_picture(records: Sequence[dict[str, Any]], score: Score, step: int, pat
 
 
 def comparison_picture(comparison: Comparison, path: Path) -> None:
-    """Draw a bar chart, as a PNG, of a model's size, memory and speed after a change relative to before it."""
+    """Draw a bar chart (PNG) of a model's size, memory and speed after a change, relative to the original
+    model."""
     a, b = comparison.before, comparison.after
     ratios = {"size on disk": b.size / max(1, a.size), "peak memory": b.memory / max(1, a.memory)}
     labels = [f"{ratio:.2f}" for ratio in ratios.values()] + [str(speed) for speed in comparison.speeds.values()]
@@ -90,7 +91,7 @@ def is_drawable(loss: float) -> bool:
 
 
 def centered_mean(values: Sequence[float], reach: int = 10) -> list[float]:
-    """Centered moving mean of the values, over up to `reach` values on either side."""
+    """Centered moving mean of the values, over up to `reach` values on each side."""
     sums = [0.0, *accumulate(values)]
     near = [min(i, len(values) - 1 - i, reach) for i in range(len(values))]
     return [(sums[i + n + 1] - sums[i - n]) / (2 * n + 1) for i, n in enumerate(near)]
@@ -108,14 +109,15 @@ def smooth(values: Sequence[float], keep: float = 0.95) -> list[float]:
 def max_violation(load: Sequence[float]) -> float:
     """MaxVio of a layer: (largest load - mean load) / mean load. https://arxiv.org/abs/2408.15664
 
-    Negative entries, which pad layers with fewer experts, are ignored.
+    Negative entries are ignored; they pad layers with fewer experts.
     """
     loads = [value for value in load if not value < 0]
     return max(loads) * len(loads) / sum(loads) - 1 if sum(loads) else 0.0
 
 
 def with_violation(step: Step) -> Step:
-    """The step, with the layers' mean MaxVio added to the metrics if these contain loads of experts."""
+    """A copy of the step with the mean MaxVio of all layers as a metric; the step itself if it has no loads of
+    experts."""
     layers = step.metrics.get(LOAD)
     if not layers:
         return step

@@ -21,17 +21,17 @@ from dunes.train import Step, Trainer
 from dunes.units import format_bytes, format_count, format_seconds, plural
 
 PATIENCE = 3
-"""Minimum number of validations without improvement before a warning."""
+"""A rising loss causes a warning after at least this many validations without improvement."""
 WORSE = 1.01
-"""Minimum ratio of the validation loss to its best before a warning."""
+"""A rising loss causes a warning if it is at least this many times the best validation loss."""
 SLOW = 0.5
-"""Fraction of the estimated rate below which a run is slow. Without an estimate, a run is slow if its processor
-time is below this fraction of the maximum for its threads."""
+"""Fraction of the estimated rate below which a run is slow. Without an estimate, a run is slow if it uses less
+processor time than this fraction of (wall-clock time x usable threads)."""
 WATCHED = 10
-"""Number of steps that are timed before the user is warned of a slow run."""
+"""Number of steps to time before a warning about a slow run."""
 HOT = "other programs are not the cause: the processor is slower than when it was measured (heat, power saving)"
 SMALL_STEP = 1_000
-"""Minimum tokens per step to compare a run's speed with the estimate, which omits the fixed costs of a step."""
+"""Tokens per step from which a run's speed is compared with the estimate, which omits fixed costs of a step."""
 
 
 def report_step(
@@ -41,10 +41,10 @@ def report_step(
     display: Display,
     fit: Callable[[float], float] = lambda per_token: 0.0,
 ) -> None:
-    """Measure a step whose micro-batches are like `batch`, and show the run's tokens/s, steps, time and disk.
+    """Measure a step whose micro-batches are like `batch`, and show the run's tokens/s, steps, time and disk
+    space.
 
-    `fit` returns the seconds to fit the completion gate with a model that evaluates a token in `per_token`
-    seconds.
+    `fit(per_token)` estimates the seconds to fit the completion gate, given the seconds to evaluate a token.
     """
     if cost := measure_step(trainer, batch):
         per_token = cost.gradients / 3 / cost.tokens  # a backward pass takes twice as long as the forward pass
@@ -89,7 +89,8 @@ def step_reporter(run: Run, display: Display) -> Callable[[Step], None]:
 
 
 class PaceCheck:
-    """Detects a slow run. Call `check.warning(step)` after each step; it returns at most one warning, else ""."""
+    """Detects a slow run. Call `check.warning(step)` after each step: it returns a warning at most once, else
+    ""."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.warned = run, False
@@ -98,7 +99,7 @@ class PaceCheck:
 
     def warning(self, step: Step) -> str:
         run, config = self.run, self.run.config
-        self._start = self._start or (perf_counter(), process_time())  # after the first step, which may compile
+        self._start = self._start or (perf_counter(), process_time())  # without the first step, which may compile
         self.tokens.append(step.count)
         if self.warned or len(run.pace) < WATCHED or run.trainer.device.type != "cpu":
             return ""

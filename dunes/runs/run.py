@@ -1,4 +1,4 @@
-"""A run from its beginning to its end: begin, resolve the config, prepare, restore, loop, finish."""
+"""Execute a run: resolve the config, build the run, restore its state, train, and save the results."""
 
 import os
 import shlex
@@ -35,12 +35,12 @@ from dunes.units import format_seconds, plural
 WARMUP = 20
 """Steps of warmup."""
 FALL = 0.5
-"""Fraction of the run in which the learning rate decays."""
+"""Fraction of the run, at its end, over which the learning rate decays."""
 LOAD_PICTURE = "expert_load.png"
 SAMPLES = (5, 50, 200, 500, 2_500, 8_500)
 # A time-limited run ends early if it memorises a small text (docs/log/training.md, "A small text is learned by
-# heart"). It must have made LONG_AGO times as many steps as its best weights, the validation loss must be above
-# RISEN times its best, and the training loss below MEMORISED times the validation loss.
+# heart"): if its steps are LONG_AGO times those of its best weights, the validation loss is above RISEN times the
+# best loss, and the training loss is below MEMORISED times the validation loss.
 LONG_AGO, RISEN, MEMORISED = 3, 1.03, 0.6
 NOT_SAVED = 3
 DIVERGED = 4
@@ -57,7 +57,7 @@ class Start:
 
 
 Plan = Callable[[T, Start], Callable[[], Run] | None]
-"""Reads the data, resolves the config, and returns a function that builds the run at step 0, or None."""
+"""Reads the data and resolves the config; returns a function that builds the run at step 0, or None."""
 
 
 def execute_run(config: T, start: Start, plan: Plan[T]) -> int:
@@ -85,13 +85,13 @@ def begin_run(config: T, start: Start) -> T | None:
     folder that cannot be used. Also sets the device.
     """
     folder, display, options = start.folder, start.display, start.options
-    TensorBoard(folder if options.tensorboard else None, NonFatal(display))  # raises if it is not installed
+    TensorBoard(folder if options.tensorboard else None, NonFatal(display))  # raises if tensorboard is missing
     ranks.agree({"--out": str(folder.absolute()), "a run in it": (folder / "state" / "plan.json").exists()})
     config = config.normalized(options.asked)
     try:
         config = stored_config(config, folder, options)
         if ranks.is_first() and (folder / "state" / "lock").exists():
-            with saving.run_lock(folder):  # raises before the data is read
+            with saving.run_lock(folder):  # so that a locked folder raises before the data is read
                 pass
     except saving.FolderInUse as error:
         if not options.dry_run:
@@ -114,8 +114,7 @@ def begin_run(config: T, start: Start) -> T | None:
 
 
 def stored_config(config: T, folder: Path, options: RunOptions) -> T:
-    """The config of the run: `config` itself in a new folder, or, with --resume, the stored config with the user's
-    changes.
+    """The config of a new run (`config` itself), or of a resumed run (the stored config with the user's changes).
 
     Raises FolderInUse if the folder contains a run that is not resumed. Raises ValueError if there is no run to
     resume, or if the user changed a field that must stay the same.
@@ -142,7 +141,7 @@ def stored_config(config: T, folder: Path, options: RunOptions) -> T:
 
 
 def _refuse(differences: Mapping[str, str], config: RunConfig, folder: Path, override: Collection[str]) -> None:
-    """Raise ValueError if a differing field is neither in FREE nor overridden."""
+    """Raise ValueError if a field in `differences` is neither in FREE nor in both OVERRIDABLE and `override`."""
     refused = {name: text for name, text in differences.items() if name not in config.FREE}
     if fixed := refused.keys() - ({*override} & {*config.OVERRIDABLE}):
         remedy = "" if fixed - {*config.OVERRIDABLE} else f", or pass --override {' '.join(refused)}"
@@ -162,8 +161,8 @@ def _check_new_folder(folder: Path) -> None:
 
 
 def build_schedule(config: RunConfig) -> Schedule:
-    """The learning-rate schedule over `config.steps`; with a time limit, the end of the schedule is decided
-    later."""
+    """The learning-rate schedule over `config.steps`. In a time-limited run, a `Clock` later sets the schedule's
+    end."""
     return Schedule.steps(config.steps, min(WARMUP, config.steps // 5), FALL) if config.steps else Schedule(WARMUP)
 
 
@@ -204,7 +203,7 @@ class Session:
 def _execute(run: Run, start: Start) -> int:
     """Restore a resumed run, train its model and finish; returns the exit status.
 
-    The seconds of the preparation count as elapsed time.
+    The elapsed time includes the preparation.
     """
     display, options, timings = start.display, start.options, start.timings
     if ranks.count() > 1:
@@ -232,10 +231,10 @@ def _execute(run: Run, start: Start) -> int:
 
 
 def restore_run(run: Run, line: Line, override: Collection[str] = (), strict: bool = False) -> None:
-    """Restore the newest undamaged state of the run, or start from step 0 if there is no such state.
+    """Restore the newest undamaged state of the run; without a saved state, start from step 0.
 
-    Raises ValueError without changing anything if the saved config, data or model differs in an option that is not
-    in `override`. With `strict`, raises ValueError if the newest state is damaged.
+    Raises ValueError, before any change, if the saved config, data or model differs in a field that is neither in
+    FREE nor in `override`. With `strict`, raises ValueError if the newest state is damaged.
     """
 
     def damaged(text: str) -> None:
@@ -258,7 +257,7 @@ def restore_run(run: Run, line: Line, override: Collection[str] = (), strict: bo
         differences["model"] = "the model's config or changes differ"
     _refuse(differences, run.config, run.folder, override)
     saving.load_run_state(run, state, folder)
-    if not {"steps", "minutes"} & differences.keys():  # a new length needs a new schedule
+    if not {"steps", "minutes"} & differences.keys():  # a run whose length was changed has a new schedule
         run.schedule.records[:], run.schedule.warmup = state["schedule"], state["warmup"]
     saving.truncate_metrics(run.folder / saving.METRICS, run.trainer.number)
     line(f"resuming after step {run.trainer.number}")
@@ -270,7 +269,8 @@ def restore_run(run: Run, line: Line, override: Collection[str] = (), strict: bo
 
 @contextmanager
 def out_of_memory(folder: Path, describe: Callable[[], str]) -> Iterator[None]:
-    """Inside the `with` block, turn an out-of-memory error into a ValueError that describes the run's needs."""
+    """Inside the `with` block, turn an out-of-memory error into a ValueError that says how much memory the run
+    needs."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -281,7 +281,7 @@ def out_of_memory(folder: Path, describe: Callable[[], str]) -> Iterator[None]:
 
 @dataclass
 class NonFatal:
-    """Lets training continue when the work in `with non_fatal("sampling"):` fails.
+    """Lets training continue if the block `with non_fatal("sampling"):` fails.
 
     An OSError or lack of memory is reported, once for each kind of work. Other errors are raised.
     """
@@ -293,12 +293,12 @@ class NonFatal:
     def __call__(self, work: str) -> Iterator[None]:
         try:
             yield
-        except Interrupted:  # the loop handles the request after this step
+        except Interrupted:  # `train_loop` handles the signal after this step
             return
         except (OSError, RuntimeError, MemoryError) as error:
             if not isinstance(error, OSError) and not measure.out_of_memory(error):
                 raise
-            if ranks.count() > 1 and work in ("validation", "sampling"):  # the other ranks wait for this one
+            if ranks.count() > 1 and work in ("validation", "sampling"):  # the other ranks wait for this rank
                 raise
             if work not in self.failed:
                 reason = " ".join(str(error).split())[:200]
@@ -307,7 +307,8 @@ class NonFatal:
 
 
 def _train(session: Session) -> int:
-    """Train and finish; returns the exit status. After most failures, the last state is saved."""
+    """Train and finish; returns the exit status. Saves the last state if training diverges or the data is
+    invalid."""
     run, saver, display = session.run, session.saver, session.display
     compile_loss(run, display.line)
     with saving.stop_signals() as session.request:
@@ -324,7 +325,7 @@ def _train(session: Session) -> int:
             display.line(f"stopped: {error}; the last good state is in {run.folder}/state")
             return NOT_SAVED
         except ValueError:  # the data is invalid, but the weights are worth saving
-            if ranks.count() == 1:  # with several ranks, the others do not know of the error and cannot save
+            if ranks.count() == 1:  # other ranks would not know of the error, so they could not save
                 saver.last(run)
             raise
         return _finish(session)
@@ -358,7 +359,7 @@ def train_loop(session: Session) -> None:
             return
         if score and (reason := early_end(run, step.loss)):
             display.line(reason)
-            run.schedule.records.append(Record(step.number, step.number))  # a resumed run also ends here
+            run.schedule.records.append(Record(step.number, step.number))  # so that a resumed run ends here too
             return
         if _stops_or_saves(session):
             return
@@ -366,15 +367,15 @@ def train_loop(session: Session) -> None:
 
 
 def _measure_time(session: Session, step: Step, clock: Clock | None) -> None:
-    """Add a step's time to the run's time, which `clock` uses to decide when the run ends."""
+    """Add a step's duration to the run's elapsed time, and update the clock, which decides when the run ends."""
     run, before = session.run, session.run.elapsed
-    # All ranks use the same time, since they would otherwise soon wait for each other in different places.
+    # All ranks use the same time: with different times, ranks would wait for each other in different places.
     run.elapsed, closing = ranks.all_reduce_max(monotonic() - run.start_time, run.closing_seconds)
     if run.warm:
         run.pace.append(run.elapsed - before)
         session.durations.append(step.seconds)
     data = run.timings.seconds["data"]
-    # The first step of a process, which loads kernels or compiles, is a phase of its own.
+    # The first step of a process loads kernels or compiles, so it is timed as a separate phase.
     run.timings.add("steps" if run.warm else "first step", step.seconds - (data - run.waited))
     run.warm, run.waited = True, data
     if clock is not None:
@@ -384,7 +385,7 @@ def _measure_time(session: Session, step: Step, clock: Clock | None) -> None:
 
 
 def _record(session: Session, step: Step, over: bool) -> Score | None:
-    """Validate and sample if it is time to, and write the metrics of a step; returns the score, if any."""
+    """Write the metrics of a step; at certain steps, also validate and sample. Returns the score, if any."""
     run, board, score = session.run, session.board, None
     with run.timings("validation"), board.non_fatal("validation"):
         score = run.validate() if over or _check_due(step.number) else None
@@ -401,7 +402,7 @@ def _record(session: Session, step: Step, over: bool) -> Score | None:
 
 
 def _stops_or_saves(session: Session) -> bool:
-    """Save if it is time to, or return True if a stop is requested."""
+    """Save if a save is due or requested; returns True if a stop is requested."""
     run, saver, request = session.run, session.saver, session.request
     run.save_seconds = saver.seconds
     stop, save, busy, interval = ranks.all_reduce_max(request.signal, request.save, saver.busy, saver.interval)
@@ -444,7 +445,8 @@ def _log_step(folder: Path, step: Step, score: Score | None) -> None:
 
 
 def _sample(session: Session, weights_step: int) -> None:
-    """Generate a sample with the current weights, of step `weights_step`; show it, and append it to samples.md."""
+    """Generate a sample with the model, which has the weights of step `weights_step`; show the sample, and append
+    it to samples.md."""
     run, steps = session.run, plural(session.run.trainer.number, "step")
     if weights_step != run.trainer.number:
         steps += f", with the best weights (step {weights_step})"
@@ -504,7 +506,7 @@ def _finish(session: Session) -> int:
 
 
 def _close(session: Session, interrupted: bool) -> tuple[Score, int, list[str]]:
-    """Validate and save the weights to keep; returns their score and step, and the lines of the task's report."""
+    """Validate and save the best weights; returns their score and step, and the lines of the task's report."""
     run, validated = session.run, session.run.final_seconds / session.run.closing_seconds
     with run.timings("final validation"), phase("final validation", end=validated):
         if run.best_weights:
@@ -533,7 +535,8 @@ def _plot(session: Session, score: Score, saved_step: int) -> str:
 
 
 def card_facts(run: Run, score: Score, verb: str) -> dict[str, Any]:
-    """Entries for the card: the training (under the key `verb`), the measured scores, and the timings."""
+    """Entries for the card: the run's config and progress (under the key `verb`), the measured scores, and the
+    timings."""
     progress = {"steps": run.trainer.number, "best_step": run.best_step, "seconds": round(run.elapsed, 1)}
     measured = {**score.facts, "peak_bytes": measure.peak_memory(run.trainer.device)}
     timings = {phase: round(seconds, 3) for phase, seconds in run.timings.seconds.items()}

@@ -29,22 +29,23 @@ from dunes.text import Tokenizer
 from dunes.train import Record
 
 METRICS = "metrics.jsonl"
-"""File in a run's folder with a JSON record for each step and each change of the run."""
+"""File in a run's folder with a JSON record for each step, each validation and each changed option."""
 FORMAT = 3
 """Format version of plan.json."""
 STATE_FIELDS = ("elapsed", "begin", "best_step", "best_weights", "checks_since_best", "compiled")
 """Attributes of `Run` that are stored unchanged in its state."""
 SAVE_SECONDS = 60.0
-"""Seconds between saves, if a save takes at most CHEAP seconds. https://doi.org/10.1145/361147.361115"""
+"""Minimum seconds between saves; see `Saver.interval`. https://doi.org/10.1145/361147.361115"""
 CHEAP = SAVE_SECONDS**2 / (2 * 8 * 3600)
-"""Duration of a save up to which SAVE_SECONDS is the best interval, if failures occur every eight hours."""
+"""Longest duration of a save, in seconds, for which `Saver.interval` is SAVE_SECONDS, given a failure every eight
+hours."""
 STOPPING = b"\nstopping after this step and saving; interrupt again to exit at once\n"
 CLOSING = b"\nall steps are done; saving; interrupt again to exit at once\n"
 ANOTHER_RUN = "already contains a run; continue it with --resume, or choose another --out"
 
 
 class FolderInUse(ValueError):
-    """Raised for a folder that contains a run, or that another process is using."""
+    """Raised if a folder contains a run, or if another process is using the folder."""
 
 
 @contextmanager
@@ -56,12 +57,12 @@ def run_lock(folder: Path) -> Iterator[None]:
     if not ranks.is_first():
         yield
         return
-    lock = folder / "state" / "lock"  # each save locks the folder itself
+    lock = folder / "state" / "lock"  # not the lock of the folder, which each save takes
     lock.parent.mkdir(parents=True, exist_ok=True)
     lock.touch()
     try:
         with folder_lock(lock, wait=False):
-            if lock.read_text() != ranks.job():  # rewritten only if needed, since a kill could leave it empty
+            if lock.read_text() != ranks.job():  # no needless write: a kill could leave the file empty
                 lock.write_text(ranks.job())
             yield
     except BlockingIOError:
@@ -70,7 +71,8 @@ def run_lock(folder: Path) -> Iterator[None]:
 
 
 def check_shared(folder: Path) -> None:
-    """Raise ValueError, on all ranks, if a rank cannot write where the first does. Needs the folder `state`."""
+    """Raise ValueError, on all ranks, if a rank cannot write to the first rank's folder. Needs the folder
+    `state`."""
 
     def write(path: Path) -> None:
         try:
@@ -94,7 +96,7 @@ def was_started_by_job(folder: Path) -> bool:
 
 
 def start_run(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> None:
-    """Save the tokenizer, then the config, with which the folder counts as a run.
+    """Save the tokenizer, then the config; a folder with a config counts as a run.
 
     Raises FolderInUse if the folder already contains a run.
     """
@@ -142,7 +144,7 @@ def _is_metric(record: dict[str, Any]) -> bool:
 
 
 def truncate_metrics(path: Path, step: int) -> None:
-    """Remove the records of later steps than `step` from metrics.jsonl, since a resumed run writes them again."""
+    """Remove the records after `step` from metrics.jsonl, since a resumed run writes these records again."""
     lines = read_lines(path)
     records = map(parse_line, lines)
     later = [record is not None and _is_metric(record) and record["step"] > step for record in records]
@@ -168,10 +170,10 @@ def run_state(run: Run) -> dict[str, Any]:
 
 
 def read_state(folder: Path, config_class: type[RunConfig]) -> dict[str, Any]:
-    """Read the state in a folder `step-000123`, and construct its config, scores and schedule.
+    """Read the state in a folder like `step-000123`, and construct its config, scores and schedule.
 
-    Raises ValueError with the folder's name if one of these is invalid. The state's digests detect damage, but not
-    edits.
+    Raises ValueError, naming the folder, if the config, a score or the schedule is invalid. The digests of a state
+    do not ensure that its values are valid.
     """
     state = checkpoint.load_state(folder)
     with invalid_state(folder):
@@ -196,7 +198,7 @@ def invalid_state(folder: Path) -> Iterator[None]:
 def load_run_state(run: Run, state: Mapping[str, Any], folder: Path) -> None:
     """Restore a run, except its schedule, from a result of `read_state`.
 
-    Raises ValueError with the folder's name if the state is from another model.
+    Raises ValueError, naming the folder, if the state is from another model.
     """
     with invalid_state(folder):
         if state["best_weights"]:
@@ -211,8 +213,7 @@ def load_run_state(run: Run, state: Mapping[str, Any], folder: Path) -> None:
 
 
 def read_score(values: Any) -> Score | None:
-    """The `Score` stored as a list of three values, or the `PreferenceScore` stored as a list of eight; None for
-    None."""
+    """Restore a score from a list: three values are a `Score`, eight a `PreferenceScore`. None stays None."""
     if values is None:
         return None
     return PreferenceScore(*values) if len(values) == len(fields(PreferenceScore)) else Score(*values)
@@ -227,10 +228,12 @@ def shard_optimizer(optimizer: Optimizer) -> None:
 
 @dataclass
 class Saver:
-    """Saves the run in a thread of `pool` while training continues. Each rank saves its part, one save at a time.
+    """Saves the run in a thread of `pool` while training continues. Each rank saves its part; there is one save at
+    a time.
 
-    If a save fails, earlier states remain, `line` gets a warning, and the next save tries again. With `strict`,
-    the next call of a method raises the save's error instead. `seconds` is the duration of the last save.
+    If a save fails, earlier states remain, `line` is called with a warning, and the next save tries again. With
+    `strict`, there is no warning, and the next method call raises the error. `seconds` is the duration of the last
+    save.
     """
 
     pool: ThreadPoolExecutor
@@ -241,14 +244,14 @@ class Saver:
 
     @property
     def interval(self) -> float:
-        """Seconds between saves by Young's rule: sqrt(2 * seconds of a save * seconds between failures)."""
+        """Seconds between saves: sqrt(2 * seconds of a save * seconds between failures), at least SAVE_SECONDS."""
         return SAVE_SECONDS * max(1.0, math.sqrt(self.seconds / CHEAP))
 
     def start(self, run: Run) -> bool:
         """Start to save the current state. Returns False, without saving, if the previous save is in progress."""
         if not self.ready():
             return False
-        measure.return_freed_memory()  # otherwise, the copy would fragment memory that the next step needs
+        measure.return_freed_memory()  # so that the copy does not fragment memory of the next step
         snapshot = checkpoint.snapshot(run_state(run), unchanging=["best_weights"])
         self._pending = self.pool.submit(self._write, run.folder, run.trainer.number, snapshot)
         return True
@@ -296,7 +299,8 @@ class Saver:
 
 @dataclass
 class StopRequest:
-    """Stops and saves requested by signals. `signal` is the number of the signal that requested a stop, or 0.
+    """The requests that signals have made: to stop, or to save. `signal` is the number of the signal that
+    requested a stop, or 0.
 
     `save` is True if a signal requested a save; `closing` is True after the last step.
     """
@@ -306,15 +310,15 @@ class StopRequest:
     closing: bool = False
 
     def asked(self) -> bool:
-        """True if a signal should stop long work like validation; always False with several ranks, whose signals
-        may differ."""
+        """True if a signal should stop long work like validation. Always False with several ranks, since signals
+        may differ between ranks."""
         return bool(self.signal) and ranks.count() == 1
 
 
 @contextmanager
 def stop_signals() -> Iterator[StopRequest]:
-    """Handle signals: the first SIGINT, SIGTERM or SIGHUP requests a stop after the current step, a second exits
-    at once; SIGUSR1 requests a save. An ignored SIGHUP (nohup) stays ignored."""
+    """Handle signals inside the `with` block: SIGINT, SIGTERM and SIGHUP request a stop after the current step,
+    and a second signal exits at once. SIGUSR1 requests a save. An ignored SIGHUP (nohup) stays ignored."""
     request = StopRequest()
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -322,7 +326,7 @@ def stop_signals() -> Iterator[StopRequest]:
             os._exit(128 + number)
         request.signal = number
         if ranks.is_first():
-            # The display is not used, since the signal may have interrupted it within a line.
+            # Writes without the display, since the signal may have interrupted the display within a line.
             with suppress(OSError):  # the terminal may be closed
                 os.write(2, CLOSING if request.closing else STOPPING)
 

@@ -36,7 +36,7 @@ FINAL_SHARE = 0.06
 SAMPLE_SHARE = 0.03
 """Maximum fraction of the time limit for a sample."""
 CLOSING = 3.0
-"""Seconds to save the model and plot at the end of a run; `TaskFacts.closing_seconds` does not include them."""
+"""Estimated seconds to save and plot at the end of a run, in addition to `TaskFacts.closing_seconds`."""
 Item = TypeVar("Item")
 
 
@@ -64,11 +64,11 @@ class Timings:
             self.add(phase, perf_counter() - start)
 
     def add(self, phase: str, seconds: float) -> None:
-        """Add seconds to a phase; negative seconds subtract time that another phase includes."""
+        """Add seconds to a phase. Negative seconds remove time that is counted in another phase too."""
         self.seconds[phase] += seconds  # type: ignore[assignment]
 
     def each(self, phase: str, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield the items; the time spent fetching each one is added to the phase's total."""
+        """Yield the items, and add the time to fetch each item to the phase."""
         stream, end = iter(items), object()
         while True:
             with self(phase):
@@ -87,10 +87,10 @@ class Timings:
 class TaskFacts:
     """Facts of a task that stay the same during its run.
 
-    `fingerprints` are digests of the data, and `tokens` is the number of validation targets. `closing_seconds`
-    estimates the seconds of `Task.close` without its save from the measured seconds to validate a token (0 before
-    the measurement). `memory_advice` returns a sentence with the estimated memory of the run and the options that
-    reduce it.
+    `fingerprints` are digests of the data, and `tokens` is the number of validation targets.
+    `closing_seconds(seconds_per_token)` estimates the seconds of `Task.close` without the time to save the model.
+    `seconds_per_token` is the measured time to validate a token (0 before the measurement). `memory_advice`
+    returns a sentence with the estimated memory of the run and the options that reduce it.
     """
 
     fingerprints: Mapping[str, str]
@@ -123,9 +123,9 @@ class Task(Protocol):
         ...
 
     def begin(self, run: "Run") -> Iterable[str]:
-        """Write files that are useful during the run; called after the run is started or restored.
+        """Write files that other commands use during the run; called after the run is started or restored.
 
-        Yields lines for the user while it works; the first line describes the run.
+        Yields lines for the user; the first line describes the run.
         """
         ...
 
@@ -142,11 +142,12 @@ class Run:
     """A run in progress: its task, trainer and schedule, and further state.
 
     `elapsed` is the run's time in seconds so far. In a resumed run, `elapsed` and `timings` include the earlier
-    processes. `start_time` is the current time minus `elapsed`. `begin` is `elapsed` at the first step. `warm` is
-    True after the first step of this process. `compiled` is True if the loss is compiled, None if undecided.
-    `checks_since_best` counts the validations since the best score. `pace` has the seconds of recent steps, but
-    not of a process's first step, which loads or compiles code. `save_seconds` and `sample_seconds` are the
-    durations of the last save and sample. `waited` is the time spent on batches so far.
+    processes. `elapsed` is `monotonic()` minus `start_time`. `begin` is `elapsed` at the start of the first step.
+    `warm` is True after the first step of this process. `compiled` is True if the loss is compiled, None if
+    undecided. `checks_since_best` counts the validations since the best score. `pace` contains the seconds of
+    recent steps, except each process's first step, which loads or compiles code. `save_seconds` and
+    `sample_seconds` are the durations of the last save and sample. `waited` is the time in seconds spent waiting
+    for batches so far.
     """
 
     folder: Path
@@ -196,7 +197,7 @@ class Run:
 
     @property
     def closing_seconds(self) -> float:
-        """Estimated seconds from the last step to the end of the run, for validation, a save, a sample and
+        """Estimated seconds from the last step to the end of the run: validation, a save, a sample and
         `Task.close`."""
         check = self.seconds_per_token * min(check_tokens(self.config), self.task.facts.tokens)
         close = self.task.facts.closing_seconds(self.seconds_per_token) + self.final_seconds
@@ -212,14 +213,14 @@ class Run:
 
     @property
     def final_seconds(self) -> float:
-        """Estimated seconds of the final validation, from the speed of the latest validation; 0 if
+        """Estimated seconds of the final validation, by the speed of the latest validation; 0 if
         `has_final_score`."""
         tokens = min(self.final_tokens, self.task.facts.tokens)
         return 0.0 if self.has_final_score else self.seconds_per_token * tokens
 
     @property
     def has_final_score(self) -> bool:
-        """True if validations during the run score as many tokens as the final validation would."""
+        """True if a validation during the run scores as many tokens as the final validation."""
         tokens = min(self.final_tokens, self.task.facts.tokens)
         return self.best is not None and tokens <= check_tokens(self.config)
 
@@ -239,8 +240,8 @@ class Run:
 def check_tokens(config: RunConfig) -> int:
     """Approximate number of tokens to score in each validation during a run.
 
-    With a time limit, the number depends on `config.rate`. Scoring a token takes a third of the time to train on
-    it.
+    With a time limit, the number depends on `config.rate`. Scoring a token is assumed to take a third of the time
+    of training on it.
     """
     if config.steps or not config.rate:
         return CHECK_TOKENS
@@ -248,9 +249,9 @@ def check_tokens(config: RunConfig) -> int:
 
 
 def trainable_state(model: nn.Module) -> dict[str, Tensor]:
-    """The part of the state dict that training changes: trainable parameters and mutable buffers.
+    """The entries of the state dict that training changes: trainable parameters and mutable buffers.
 
-    Other entries are loaded again from the base model.
+    A resumed run loads all other entries from the base model.
     """
     trained = (k for k, p in model.named_parameters(remove_duplicate=False) if p.requires_grad)
     names = {*mutable_buffers(model), *trained}
@@ -267,7 +268,7 @@ def load_trainable_state(model: nn.Module, weights: Mapping[str, Tensor]) -> Non
 
 
 def set_trainable(model: nn.Module, globs: Sequence[str]) -> None:
-    """Make a parameter trainable if its name or its module's name matches the globs, and freeze all others.
+    """Make a parameter trainable if its name or its module's name matches the globs; freeze all other parameters.
 
     Raises ValueError if no parameter matches, and for "**" if some weights are quantized.
     """

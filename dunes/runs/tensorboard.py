@@ -1,7 +1,7 @@
 """Write a run's metrics and samples for TensorBoard, to RUN/tensorboard.
 
-The file is written directly in TensorBoard's record format. PyTorch's SummaryWriter is not used, because its
-thread dies with a traceback when the disk is full, and because its purge_step purges scalars but not text.
+The file is written directly in TensorBoard's record format. PyTorch's SummaryWriter is not used: its thread dies
+with a traceback when the disk is full, and its purge_step purges scalars but not text.
 """
 
 import os
@@ -24,10 +24,10 @@ SAMPLES = "samples.md"
 class TensorBoard:
     """Writes metrics and samples: `with TensorBoard(run, non_fatal) as board: board.step(...)`.
 
-    At the start, the old event files are emptied and all earlier metrics and samples are written to a new file, so
-    that a resumed run has no gaps or duplicates. After an OSError, `non_fatal` reports the error, nothing more is
-    written, and the run continues. If `run` is None, nothing is written. Raises ValueError if tensorboard is
-    needed but not installed.
+    At the start, the old event files are emptied, and all earlier metrics and samples are written to a new file.
+    So the curves of a resumed run have neither gaps nor duplicates. After an OSError, `non_fatal` reports the
+    error, and the run continues without TensorBoard. If `run` is None, nothing is written. Raises ValueError if
+    tensorboard is needed but not installed.
     """
 
     def __init__(self, run: Path | None, non_fatal: Callable[[str], AbstractContextManager[None]]) -> None:
@@ -49,7 +49,7 @@ class TensorBoard:
             self._close()
 
     def step(self, step: Step, validation: Mapping[str, float]) -> None:
-        """Write the metrics of a step and of its validation, if any."""
+        """Write the metrics of a step, and those of the validation after the step, if any."""
         if self._file is not None:
             with self._until_error():
                 self._scalars(asdict(step) | {"step": step.number, **validation}, time())
@@ -63,7 +63,7 @@ class TensorBoard:
     def _begin(self, run: Path) -> None:
         (run / FOLDER).mkdir(exist_ok=True)
         for old in (run / FOLDER).glob("events.out.tfevents.*"):
-            os.truncate(old, 0)  # an open TensorBoard would keep reading a deleted file
+            os.truncate(old, 0)  # not deleted, since an open TensorBoard would keep reading it
         self._file = (run / FOLDER / f"events.out.tfevents.{time_ns()}.dunes").open("wb")
         self._put(file_version="brain.Event:2")
         # This record lets an open TensorBoard discard earlier records.
@@ -109,7 +109,8 @@ class TensorBoard:
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """Scalars to write for a record of metrics.jsonl, by tag: losses, rates and the step's metrics."""
+    """Scalars to write for a record of metrics.jsonl, by tag: losses, `lr_scale`, `grad_norm`, tokens/s and the
+    metrics."""
     values = {name: record.get(name) for name in ("loss", "bits_per_byte", "lr_scale", "grad_norm")}
     metrics = record.get("metrics", {})
     pairs = "margin" in metrics
@@ -120,7 +121,7 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def read_samples(path: Path) -> dict[int, str]:
-    """Samples in a samples.md, by step; if a step has several samples, only its last one is returned."""
+    """Samples in a samples.md, by step; if a step has several samples, only the last is returned."""
     text = path.read_bytes().decode(errors="replace") if path.is_file() else ""
     parts = re.split(r"^## After (\d{1,15}) steps?[^\n]*\n\n```\n", text, flags=re.MULTILINE)[1:]
     return {int(n): sample.removesuffix("\n```\n\n") for n, sample in zip(parts[::2], parts[1::2], strict=True)}

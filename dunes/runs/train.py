@@ -63,18 +63,19 @@ from dunes.tree.summary import module_rows
 from dunes.units import format_count, format_seconds
 
 TYPICAL_RATE = 10_000
-"""Assumed tokens/s of a run with fixed steps, whose estimated duration must not depend on the machine."""
+"""Assumed tokens/s of a run with fixed steps, so that its estimated duration does not depend on the machine."""
 
 SCORED = 4_000
 """Number of characters on which a base is scored before a run."""
 SCORED_BLOCKS = 64
-"""Maximum number of blocks of text from which these characters are taken."""
+"""Maximum number of blocks of text from which the SCORED characters are taken."""
 CHANCE = 8.5
-"""Bits/byte from which a new model replaces a base that dunes trained. Random bytes have 8, and a random model has
-a little more (docs/log/completion.md)."""
+"""If a base that dunes trained has at least this loss (bits/byte) on the text, a new model is trained instead.
+Random bytes have 8 bits/byte, and a random model has a little more (docs/log/completion.md)."""
 ADAMW_FROM = 30_000_000
-"""Number of trained parameters from which AdamW is the default with --from. AdamW is better for published weights
-of 135M, but worse for our own of 3M (docs/log/real-models.md, "Training on from published weights")."""
+"""With --from, AdamW is the default optimizer if at least this many parameters are trained. AdamW is better for a
+published model with 135M parameters, but worse for our own with 3M (docs/log/real-models.md, "Training on from
+published weights")."""
 
 
 def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -> int:
@@ -84,15 +85,15 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
     writing, for invalid options or data.
     """
     start = Start(folder, display, RunOptions(**options))
-    named_optimizer(config.optimizer)  # raises for an unknown name
+    named_optimizer(config.optimizer)  # raises if the name is unknown
     return execute_run(config, start, partial(plan_training, parts=config.parts))
 
 
 def plan_training(config: TrainConfig, start: Start, parts: Sequence[str]) -> Callable[[], Run] | None:
     """Read the text, choose all unset options, and return a function that builds the run.
 
-    `parts` are the --parts of this command. Returns None in a dry run. If nothing is trained, fits the completion
-    gate of the base and returns None.
+    `parts` is --parts as given on this command line; the config may be that of a resumed run. In a dry run,
+    returns None. In a run that trains nothing, fits the completion gate of the base and returns None.
     """
     folder, display, resumed, timings = start.folder, start.display, start.options.resume, start.timings
     if resumed and isinstance(config.chosen_parts, str) and not (config.parts == parts or cards_trusted()):
@@ -126,7 +127,7 @@ def plan_training(config: TrainConfig, start: Start, parts: Sequence[str]) -> Ca
             run = prepare(config, folder, tokens, base, completion)
         if base and not resumed:
             _report(config, run.trainer, base, display)
-            score = run.validate()  # if training makes the weights worse, the base's weights are saved
+            score = run.validate()  # so that the base's weights are kept unless training improves them
             append_metrics(folder, {"step": 0} | score.record)
             values = f"{score.loss:.4f} nats/token, {score.bits_per_byte:.3f} bits/byte"
             display.detail(f"validation loss before training: {values}")
@@ -138,9 +139,10 @@ def plan_training(config: TrainConfig, start: Start, parts: Sequence[str]) -> Ca
 def _read_text(
     config: TrainConfig, start: Start
 ) -> tuple[TrainConfig, Corpus, list[str], LoadedModel | None, Path] | None:
-    """The config with `complete` and `trainable` chosen, the text, the reasons, the base, and the base's path.
+    """Read the text, and choose `complete` and `trainable`; returns (config, text, reasons, base, the base's
+    path).
 
-    None if nothing is trained and the base's gate is already fitted.
+    Returns None if nothing is trained and the base's gate is already fitted.
     """
     (base, place), reasons = find_base(config, start), list[str]()
     if base and not config.trains:
@@ -148,7 +150,7 @@ def _read_text(
         if Reference(config, start, base, place, packages).is_finished():
             return None
     corpus = gather(config)
-    if not start.options.resume:  # in a resumed run, these are already chosen
+    if not start.options.resume:  # a resumed run has already chosen them
         config, reasons, base = _choose_base(config, corpus, base, start.display)
     corpus = with_test_files(config, corpus)
     return replace(config, split=corpus.split), corpus, reasons, base, place
@@ -161,7 +163,7 @@ def _index(config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer, display: D
 
 
 def _dry_trainer(config: TrainConfig, base: LoadedModel) -> Trainer:
-    """A trainer of the base for estimates, without a run."""
+    """A trainer of the base, for the estimates of a dry run."""
     model = base.model.float().to(measure.device())
     select_trainable(model, config.trainable, base)
     optimizer, dtype = autosize.build_optimizer(model, config), autosize.autocast_dtype(config)
@@ -204,8 +206,8 @@ def _choose_options(config: TrainConfig, corpus: Corpus, base: LoadedModel | Non
 
 
 def find_base(config: TrainConfig, start: Start) -> tuple[LoadedModel | None, Path]:
-    """The model of --from, if any, and its path. If a resumed run refers to a base, the base may have moved with
-    the run.
+    """The model of --from, if any, and its path. If a resumed run only refers to its base, the base's path is read
+    from the run's folder, since both may have been moved.
 
     Raises ValueError for an adapter, and for a folder that cannot be loaded.
     """
@@ -250,7 +252,8 @@ def outline_with_base(config: TrainConfig, base: LoadedModel) -> Decoder:
 
 
 def memory_sentence(config: TrainConfig, base: LoadedModel, text: int = 0) -> str:
-    """The `memory_advice` for a run; with --from, the run trains `base`. `text` is passed to `estimate_memory`."""
+    """A sentence for `TaskFacts.memory_advice`. `base` is the model of --from (ignored without --from); `text` is
+    the size in bytes of the text to index."""
     if not config.base:
         return autosize.memory_advice(config, text=text)
     build = partial(outline_with_base, config, base)
@@ -260,10 +263,11 @@ def memory_sentence(config: TrainConfig, base: LoadedModel, text: int = 0) -> st
 
 
 def only_completes(config: TrainConfig, base: LoadedModel) -> bool:
-    """True if a run that completes lines trains nothing and only refers to the base.
+    """True if a run for line completion trains nothing, so that its folder only refers to the base.
 
-    By default, this requires that a folder can refer to the base, and that dunes has neither changed the base nor
-    trained it to complete lines. Raises ValueError if the config requires an impossible reference.
+    There are two conditions: dunes has neither changed the base nor trained it to complete lines, and a folder can
+    refer to the base. Without --trainable, the result is True if both are met. With --trainable none, raises
+    ValueError unless both are met.
     """
     if config.trainable and config.trains:
         return False
@@ -283,7 +287,8 @@ def only_completes(config: TrainConfig, base: LoadedModel) -> bool:
 def tells_nothing(base: LoadedModel, corpus: Corpus) -> str:
     """A sentence for the user if a base that dunes trained predicts the text no better than chance; else "".
 
-    The result is "" for a base that was changed or is built by a function, since the user may want its structure.
+    For a base that was changed or is built by a function, returns "", since the user may want to train a model
+    with its structure.
     """
     if not trained_text(base.card) or records(base) or base.architecture.function:
         return ""
@@ -302,7 +307,7 @@ def choose_trainable(
 ) -> tuple[TrainConfig, list[str]]:
     """The config with `complete` and `trainable` chosen, and lines with the reasons. `base` is --from's model.
 
-    Raises ValueError like `choose_completion` and `only_completes`, and for a base without a tokenizer.
+    Raises the errors of `choose_completion` and `only_completes`, and ValueError for a base without a tokenizer.
     """
     tokenizer = base.require_tokenizer() if base else None
     alone = base is not None and only_completes(config, base)
@@ -322,7 +327,7 @@ def choose_trainable(
 def _choose_base(
     config: TrainConfig, corpus: Corpus, base: LoadedModel | None, display: Display
 ) -> tuple[TrainConfig, list[str], LoadedModel | None]:
-    """The result of `choose_trainable`, and the base; None if the base predicts no better than chance."""
+    """The result of `choose_trainable`, and the base (None if the base predicts no better than chance)."""
     chosen, reasons = choose_trainable(config, corpus, base)
     if base is None or config.trainable or not (chosen.complete and chosen.trains):
         return chosen, reasons, base
@@ -333,7 +338,7 @@ def _choose_base(
 
 
 def select_trainable(model: nn.Module, trainable: Sequence[str], base: LoadedModel) -> None:
-    """Make the parameters that match the globs trainable, and freeze the others.
+    """Make the parameters that match the globs trainable, and freeze all other parameters.
 
     The glob `new` stands for the parameters added by the base's last change. Raises ValueError if no parameter
     matches, or for `new` if the last change added no parameters.
@@ -342,7 +347,7 @@ def select_trainable(model: nn.Module, trainable: Sequence[str], base: LoadedMod
 
 
 def rate_factors(model: nn.Module, config: TrainConfig, base: LoadedModel | None) -> dict[Tensor, float]:
-    """The learning-rate factors of trainable parameters; the last GLOB=FACTOR that matches a parameter applies.
+    """Learning-rate factors of trainable parameters; for each parameter, the last matching GLOB=FACTOR applies.
 
     Raises ValueError for a glob that matches no trainable parameter, and in the same cases as `resolve_new`.
     """
@@ -364,7 +369,7 @@ def _resolve_globs(globs: Sequence[str], base: LoadedModel | None) -> Sequence[s
 
 
 def with_context(base: LoadedModel, length: int) -> LoadedModel:
-    """The model with context length `length`, which is also set in its architecture's config."""
+    """The model with context length `length`; sets the length in the architecture's config too."""
     architecture = base.architecture
     if hasattr(architecture.config, "context_length"):
         architecture = replace(architecture, config=replace(architecture.config, context_length=length))
@@ -387,7 +392,7 @@ def prepare(
         with torch.device("meta") if ranks.count() > 1 else nullcontext():
             model = architecture.build()
         loaded = LoadedModel(model, tokens.tokenizer, config.context_length, {}, architecture)
-        if isinstance(config.chosen_parts, str):  # its file may change before the run is resumed
+        if isinstance(config.chosen_parts, str):  # the function's file may be edited before the run is resumed
             structure = sha256(repr([*module_rows(model)]).encode()).hexdigest()
             tokens = replace(tokens, fingerprints=tokens.fingerprints | {"the model": structure})
     else:
@@ -413,13 +418,13 @@ def fit_size(config: TrainConfig, seconds_per_token: float) -> FitSize:
     """The amount of text on which the gate is fitted; with fixed steps, the amount depends only on the config."""
     if config.steps:
         return FitSize.of(config.steps * config.batch * config.context_length / TYPICAL_RATE)
-    return FitSize.of(config.seconds, seconds_per_token * (config.threads or 1))  # the fit has one thread
+    return FitSize.of(config.seconds, seconds_per_token * (config.threads or 1))  # the fit uses one thread
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A run that trains nothing. Its folder contains an index for copies and a gate, and refers to `base` at
-    `place`.
+    """A run that trains nothing. The run's folder refers to `base`, whose path is `place`, and contains a
+    completion gate and an index of the text for copying.
 
     `packages` are the installed packages whose code is in the text. Raises ValueError if no folder can refer to
     the base, if its tokenizer cannot write lines, or if there are several ranks.
@@ -447,20 +452,19 @@ class Reference:
 
     @property
     def card(self) -> dict[str, Any]:
-        """The card's entries about the text. Prompts have no file headers, since the base was trained without
-        them."""
+        """Card entries about the text. Prompts have no file headers, since the base was trained without them."""
         text = {"split_version": SPLIT_VERSION, "file_headers": False, "packages": sorted(self.packages)}
         return {"trained": asdict(self.config) | text}
 
     @property
     def fitted(self) -> Mapping[str, Any]:
-        """The entry for the base in the folder's card if the gate is fitted, else empty."""
+        """The entry "base" of the folder's card if the gate is fitted; else empty."""
         card = read_card(self.folder)
         return dict(card["base"]) if is_reference(card) and read_gate(self.folder) else {}
 
     def is_finished(self) -> bool:
-        """True if the base's gate is fitted and no option changes. If the base was moved, its new path is
-        recorded."""
+        """True if the gate is fitted and --override changes no option except `base`. Records the new path of a
+        moved base."""
         fitted, changed = self.fitted, {*self.start.options.override}
         if changed - {"base"} or not fitted or not self._has_fitted(fitted):
             return False
@@ -470,7 +474,7 @@ class Reference:
         return True
 
     def _has_fitted(self, fitted: Mapping[str, Any]) -> bool:
-        """True if the weights and settings of the base match this record, and the index was made with its
+        """True if the base's weights and settings match `fitted`, and the index was made with the base's
         tokenizer."""
         settings = adapter_base_of(self.base.architecture.outline(), described_family(self.base)).settings
         same = fitted.get("sha256") == self.identity["sha256"] and fitted.get("config") == settings
@@ -508,7 +512,7 @@ class Reference:
                 return finish_completion(folder, files, amount, loaded, config.copies, self.save)
 
     def run(self, corpus: Corpus) -> None:
-        """Call `fit`, and print the outcome, even if a signal ends the process."""
+        """Call `fit` and print the outcome, also if a signal ends the process."""
         folder, display = shlex.quote(str(self.folder)), self.start.display
         try:
             outcome = self.fit(corpus)
@@ -527,8 +531,8 @@ class Reference:
 class TrainTask:
     """The task of a training run: next-token prediction on text.
 
-    `dropout` are the dropout probabilities before training. With several ranks, `outline` is the unsharded model
-    without weight values.
+    `dropout` lists the dropout probabilities that the blocks had before training. With several ranks, `outline` is
+    the unsharded model without weight values.
     """
 
     config: TrainConfig
@@ -603,7 +607,7 @@ class TrainTask:
 
 
 def dropouts(model: nn.Module) -> list[nn.Dropout]:
-    """The dropout modules for the outputs of all blocks."""
+    """The dropout modules of all blocks, one per block."""
     return [block.dropout for block in model.modules() if isinstance(block, Block)]
 
 

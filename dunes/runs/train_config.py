@@ -16,7 +16,7 @@ SMALLEST = 10_000
 """Smallest valid --size; a user who gives a smaller value has probably forgotten the unit."""
 
 WIDTH_STEP = 32
-"""All widths are multiples of this number, which is the smallest head dimension."""
+"""The smallest head dimension; all widths are multiples of this number."""
 
 MIXTURES = ("mixtral", "qwen3_moe", "qwen3_next", "deepseek_v3", "gpt_oss")
 """Model families that have experts."""
@@ -28,9 +28,9 @@ Tokenization = Literal["bpe", "bytes", "chars"]
 
 EXPERT_OPTIONS = ("experts", "experts_per_token", "shared_experts", "balancing")
 NONE = ("none",)
-"""`trainable` of a run that trains nothing."""
+"""The value of `trainable` in a run that trains nothing."""
 OF_COMPLETION = "fim_rate", "copies"
-"""Options that only completion uses."""
+"""Options that only line completion uses."""
 OF_TRAINING = (
     *("separate_documents", "fim_rate", "dropout", "weight_decay", "steps", "batch", "context_length", "lr"),
     *("lr_factors", "optimizer", "compile", "dtype", "seed"),
@@ -42,8 +42,8 @@ Balancing = Literal["loss", "bias"]
 @dataclass(frozen=True, kw_only=True)
 class TextData:
     sources: Annotated[tuple[str, ...], tyro.conf.Positional, flag("SOURCE", REQUIRED)] = ()
-    """Files and folders of text, JSON Lines or Parquet; "stdlib" is the running Python's standard library, and
-    "installed" or "installed:python,go" the code of installed packages."""
+    """Files and folders of text, JSON Lines or Parquet; "stdlib" is the running Python's standard library;
+    "installed" or "installed:python,go" is the code of installed packages."""
     text_field: Annotated[tuple[str, ...], flag("FIELD", "text, or the messages of a conversation")] = ()
     """Fields of each record to train on; several are joined by a blank line."""
     split: Annotated[Literal["files", "tails"] | None, flag("files|tails", "files; tails of a single file")] = None
@@ -61,20 +61,22 @@ class ModelShape:
     trainable: Annotated[
         tuple[str, ...], flag("none|all|new|GLOB", "all; none with --complete and a model not trained by dunes")
     ] = ()
-    """With --from, what to train: none (lines are completed with this model, copies and a gate), all parameters,
-    new ones from the last change, or globs of names."""
+    """With --from, the parameters to train. new: those added by the last change. GLOB: those with matching names.
+    none: complete lines with the unchanged model, copies and a gate."""
     family: Annotated[Family, flag("|".join(get_args(Family)))] = "arcee"
     """Model architecture."""
     parts: Annotated[tuple[str, ...], flag("PART=CHOICE|FILE.py:FUNCTION", "those of the family")] = ()
-    """Replace parts of the default model (an unknown name lists all), or call a Python function that builds it."""
+    """PART=CHOICE replaces a part of the default model (an unknown name lists all). FILE.py:FUNCTION is a Python
+    function that builds the model."""
     experts: Annotated[int, flag("EXPERTS", "8 with a family of mixtures, else none")] = 0
     """Train a mixture of this many experts; the family becomes mixtral unless --family has experts."""
     experts_per_token: Annotated[int, flag("EXPERTS", "2")] = 0
-    """Number of experts that compute each token."""
+    """Number of experts selected for each token."""
     shared_experts: Annotated[int, flag("EXPERTS", "none")] = 0
-    """Number of further experts that compute every token."""
+    """Number of additional experts that are used for every token."""
     balancing: Annotated[Balancing, flag("loss|bias")] = "loss"
-    """Balance the load of experts by a loss, or by a selection bias of the router (loss-free)."""
+    """Balancing of the experts' load. loss: by an auxiliary loss. bias: by a selection bias of the router
+    (loss-free)."""
     size: Annotated[
         str, flag("SIZE|LAYERSxWIDTH", "chosen from --minutes or --steps, the text and this machine")
     ] = ""
@@ -98,22 +100,22 @@ class TrainOptimization(Optimization):
     ] = None
     """Optimizer (an unknown name lists all); muon trains embeddings, head and norms with AdamW."""
     lr: Annotated[float | None, flag("RATE", "muon 0.02, with --from 0.006; adamw by the model's width")] = None
-    """Peak learning rate; with muon, half of it for embeddings, head and norms."""
+    """Peak learning rate; with muon, embeddings, head and norms get half of this rate."""
     lr_factors: Annotated[tuple[str, ...], flag("GLOB=FACTOR", "none")] = ()
     """Factors of the learning rate for parameters that match globs (as in --trainable), like all=0.1 new=1."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Completion:  # if `file_headers` is False, files do not begin with their paths
+class Completion:  # `file_headers`: insert each file's path before its text
     complete: tyro.conf.DisallowNone[
         Annotated[bool | None, flag("", "where most of the text is source code; --no-complete: off")]
     ] = None
-    """Train to complete lines from the text before and after them, in a stream of files with their paths."""
+    """Train to complete lines from the text before and after the cursor; each file is preceded by its path."""
     fim_rate: Annotated[float, flag("RATE")] = 0.25
     """With --complete, the fraction of windows that are cut into prefix, suffix and middle."""
     copies: Annotated[Copies, flag("auto|never|only")] = "auto"
-    """When to complete lines by copying alone, without the model. auto: if copies get significantly more line ends
-    right than the model in unseen files; never; only: always."""
+    """Complete lines by copying alone, without the model. only: always. auto: if copies get significantly more
+    line ends right than the model in unseen files."""
     file_headers: Annotated[bool, tyro.conf.Suppress] = True
     dropout: Annotated[
         float | None, flag("P", "0.2 with --complete, if text is repeated often; with --from its own; else 0")
@@ -126,7 +128,7 @@ class Completion:  # if `file_headers` is False, files do not begin with their p
             "0.15 for new models with --complete, if text is repeated often; else 0.01, for embeddings and head 0",
         ),
     ] = None
-    """Weight decay of all matrices, as a fraction of the learning rate."""
+    """Weight decay of all matrices: each step multiplies them by 1 - RATE x learning rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,24 +168,24 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
             raise ValueError(f"--{option(shape[0])} describes a new model, and --from continues another; omit it")
 
     def refuse_unused(self, names: Collection[str], reason: str) -> None:
-        """Raise ValueError with this reason if one of these options is set."""
+        """Raise ValueError with `reason` if one of the options `names` is set."""
         for name in names:
             if name in self.changed():
                 raise ValueError(f"--{option(name)} is {getattr(self, name)}, but {reason}")
 
     @property
     def trains(self) -> bool:
-        """False if the run only completes lines, with `base`."""
+        """True if the run trains parameters; False if it only completes lines with `base`."""
         return self.trainable != NONE
 
     @property
     def origin(self) -> str:
-        """The base, or the family or parts of a new model, as text."""
+        """Text that names the base or, for a new model, the parts or the family."""
         return self.base or " ".join(self.parts) or self.family
 
     @property
     def shape(self) -> tuple[int, int] | None:
-        """(number of layers, width) if --size has the form LAYERSxWIDTH, else None.
+        """Number of layers and width if --size has the form LAYERSxWIDTH, else None.
 
         Raises ValueError for 0 layers, and for a width that is not a positive multiple of WIDTH_STEP.
         """
@@ -202,7 +204,7 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
 
     @property
     def chosen_parts(self) -> dict[str, str] | str:
-        """`parts` as choices by name, or as the name of the function that builds the model.
+        """`parts` as a dict of choices by part, or as the name of the function that builds the model.
 
         Raises ValueError for an unknown part or choice, and for a function together with parts.
         """
@@ -227,7 +229,7 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
 
     @property
     def top_k(self) -> int:
-        """Experts per token, if the model is a mixture."""
+        """Number of experts selected for each token, if the model is a mixture."""
         return self.experts_per_token or min(2, self.expert_count)
 
     @property
@@ -236,9 +238,9 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
         return bool(self.shared_experts or self.parts) or self.balancing == "bias"
 
     def normalized(self, asked: Collection[str] | None = None) -> "TrainConfig":
-        """As in `RunConfig`. The family also becomes mixtral if options of experts are set, but no family.
+        """As in `RunConfig`. If an option of experts is set and --family is not, the family becomes mixtral.
 
-        Raises ValueError if options of experts are set together with a family that has no experts.
+        Raises ValueError if an option of experts is set for a --family without experts.
         """
         config = super().normalized(asked)
         options = [option(name) for name in EXPERT_OPTIONS if name in self.changed()]

@@ -32,16 +32,18 @@ RECEIPT = 10.0
 SENDING = 30.0
 """Maximum seconds for a client to accept one piece of a reply."""
 LISTED = 64
-"""Maximum number of ignored fields in a reply, and maximum number of characters of each field's name."""
+"""Maximum number of ignored fields that a reply lists, and maximum number of characters of each listed name."""
 REMEMBERED = 8
-"""Number of lines for which the server remembers the last request, for `dunes doctor`."""
+"""The server remembers this many of the last requests by editors, at most one per line of text, for `dunes
+doctor`."""
 LOCAL = ("localhost", "127.0.0.1", "::1")
 EMPTY = Answer(reason="length")
-"""Answer to a request for zero tokens, also used for a missing choice."""
+"""Empty answer, for a request for zero tokens and for a choice without a suggestion."""
 
 
 def read_suggest(fields: Fields) -> Asked:
-    """Read a request of the page or `dunes complete`; `tokens` requests an explanation of the first suggestion."""
+    """Read a request of the server's page or `dunes complete`; its field `tokens` asks for an explanation of the
+    first suggestion."""
     before, after, path = fields.text("before"), fields.text("after"), fields.path("path")
     explains, model = fields.flag("tokens"), fields.text("model")
     line = LineRequest(
@@ -51,7 +53,7 @@ def read_suggest(fields: Fields) -> Asked:
 
 
 def write_suggest(request: Asked, answers: Answers, streams: bool) -> Any:
-    """The reply: the suggestions, best first, and the explanation of the first suggestion."""
+    """The fields of the reply: the suggestions, best first, and the explanation of the first one, if requested."""
     listed = [{"text": a.text, "word": a.word, "line": a.line, "source": a.source} for a in answers.values()]
     return {"suggestions": listed, "milliseconds": 1e3 * answers[0].seconds, **answers[0].explained}
 
@@ -68,7 +70,7 @@ def compact(content: Any) -> bytes:
 
 
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A JSON reply on one line without spaces, since llama.vim searches its bytes for `"content":"`."""
+    """A JSON reply on one line without spaces, since llama.vim searches the reply's bytes for `"content":"`."""
     return Response(compact(content), status, headers, "application/json")
 
 
@@ -90,8 +92,9 @@ def client_error(error: Exception) -> Refused:
 
 
 class Gate:
-    """Middleware that refuses requests to foreign host names (DNS rebinding), requests from web pages of other
-    origins, and, if a key is set, requests without the key. The middleware also ends slow requests."""
+    """Middleware that refuses requests to foreign host names (DNS rebinding) and from web pages of other origins.
+    If a key is set, requests without the key are refused. The middleware also ends a reply if the client takes
+    more than SENDING seconds for one piece."""
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str], key: str | None) -> None:
         self.app, self.key = app, key
@@ -174,7 +177,7 @@ class Server:
         if not asked.stream:
             async with aclosing(events):
                 answers = {index: answer async for index, answer in events if answer.reason}
-            # A line can have fewer alternatives than requested. The missing choices are always the last.
+            # If a line has fewer alternatives than requested, the last choices have no answer.
             by_place = {i: answers.get(i, EMPTY) for i in range(max(answers, default=0) + 1)}
             return json_response(endpoint.write(asked, by_place, False), headers=headers)
         try:
@@ -186,15 +189,15 @@ class Server:
         return StreamingResponse(chunks, media_type=media_type, headers={"Cache-Control": "no-cache", **headers})
 
     async def _events(self, asked: Asked, request: Request) -> AsyncGenerator[tuple[int, Answer], None]:
-        """Yield pairs (index of a choice, answer or part of an answer). Cancel the tasks if the client
-        disconnects.
+        """Yield pairs: the index of a choice, and its answer or a part of the answer. The tasks are cancelled if
+        the client disconnects.
 
         Raises Refused.
         """
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
 
         def emit(index: int, event: Event) -> None:
-            with suppress(RuntimeError):  # the event loop is closed
+            with suppress(RuntimeError):  # raised if the event loop is closed
                 loop.call_soon_threadsafe(queue.put_nowait, (index, event))
 
         async def watch() -> None:
@@ -229,21 +232,23 @@ class Server:
                 task.cancel()
 
     async def _describe(self, write: Callable[[Named], Any], request: Request) -> Response:
-        """The reply that describes the named model, or all models. A name in the path must match exactly."""
+        """The reply that describes the named model, or all models. If the path contains a name, only exactly this
+        model is described."""
         fields, path = await _fields(request), request.path_params.get("name")
         name = path or fields.text("model") or fields.text("name") or request.query_params.get("model", "")
         models = self.worker.facts_by_name(name.removesuffix(":latest"), path is not None)
         return json_response(write(models), headers=_headers(fields))
 
     def _remember(self, request: LineRequest, answer: Answer) -> None:
-        """Remember an editor's request and the shown text. An earlier request in the same line is forgotten."""
+        """Remember an editor's request and the shown text. An earlier request in the same line of text is
+        forgotten."""
         above = request.before.rpartition("\n")[0]
         others = [past for past in self._recent if past[1].before.rpartition("\n")[0] != above]
         self._recent = deque([*others, (monotonic(), request, answer.text)], REMEMBERED)
 
     def _places(self) -> list[dict[str, Any]]:
-        """The places of editors' last requests, newest first, each with the text that was shown and the one
-        suggested now."""
+        """The editors' last requests, newest first: for each, the line up to the cursor, the text shown then and
+        the text suggested now."""
         places = []
         for time, request, shown in [*self._recent][::-1]:
             model = self.worker.find(request.model)
@@ -253,9 +258,9 @@ class Server:
         return places
 
     async def _replay(self, key: str | None, request: Request) -> Response:
-        """The reply with the result of `_places`. Only the server's user gets it, since it contains text from an
-        editor."""
-        if key is None and request.client is not None:  # the socket in the user's folder has no client address
+        """The reply with the result of `_places`. Only the server's user receives this reply, since the reply
+        contains text from an editor."""
+        if key is None and request.client is not None:  # requests on the user's Unix socket have no client
             raise Refused(403, "only the user who runs the server may see this")
         notes = {name: model.current.note for name, model in self.worker.models.items()}
         return json_response({"notes": notes, "places": await asyncio.to_thread(self._places)})
@@ -323,7 +328,8 @@ def _piece_of(data: bytes) -> Any:
 
 
 async def _fields(request: Request) -> Fields:
-    """Receive a request's body and parse its fields. Raises Refused for an invalid, too long or too late body."""
+    """Receive a request's body and parse its fields. Raises Refused for a body that is invalid, too long or
+    received too late."""
     body = bytearray()
     try:
         async with asyncio.timeout(RECEIPT):

@@ -1,4 +1,5 @@
-"""Continuous batching: `Batch.advance` generates one token of every text and prefills a piece of one prompt."""
+"""Continuous batching: `Batch.advance` generates one token of every text and prefills one piece of one waiting
+prompt."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ class Row:
         self.emit(answer)
 
     def emit_text(self, text: str, tokens: Sequence[TokenText] = (), *ids: int) -> None:
-        """Append text to the answer, and emit a part unless it is empty."""
+        """Append text to the answer, and emit the text, tokens and ids as a part unless all are empty."""
         self.answer.text += text
         if text or tokens or ids:
             self.emit(Answer(text, tokens=[*tokens], ids=[*ids]))
@@ -88,10 +89,10 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def _collect_errors(choose: Sampler, errors: list[Exception]) -> Sampler:
-    """Wrap a sampler. If the sampler fails, the error is added to `errors`, and the most probable id is
-    returned."""
+    """Wrap a sampler. If the sampler raises an error, the wrapper adds the error to `errors`, and returns the most
+    probable id."""
     if choose.choose is greedy:
-        return choose  # greedy cannot fail, and compiled decoding recognises it
+        return choose  # `greedy` cannot fail, and compiled decoding tests for `greedy`
 
     def pick(logits: Tensor) -> Tensor:
         try:
@@ -104,8 +105,8 @@ def _collect_errors(choose: Sampler, errors: list[Exception]) -> Sampler:
 
 
 def token_text(tokenizer: Tokenizer, token: Token, offset: int) -> TokenText:
-    """A token at a character offset, with its bytes and alternatives. For a special token, the bytes are those of
-    its name."""
+    """A token at a character offset, with its bytes and alternatives. For a special token, the bytes encode the
+    token's name."""
 
     def data(id: int) -> bytes:
         piece = tokenizer.token_bytes[id] if id < len(tokenizer.token_bytes) else b""
@@ -116,7 +117,7 @@ def token_text(tokenizer: Tokenizer, token: Token, offset: int) -> TokenText:
 
 
 class Batch:
-    """Texts that a model generates in one batch. Each text is the same as without the other texts.
+    """Texts that a model generates in one batch. Each text is the same as if it were generated alone.
 
     `adapters` maps names in requests to adapters; other names select the adapter `default`.
     """
@@ -143,11 +144,11 @@ class Batch:
 
     @property
     def is_full(self) -> bool:
-        """True if another text would have to wait."""
+        """True if the batch has no room for another text."""
         return sum(row is not None for row in self.rows) >= ROWS
 
     def prompt_ids(self, text: TextRequest) -> Sequence[int]:
-        """The ids of a prompt. Raises Refused for a prompt that the model cannot read."""
+        """The ids of a prompt. Raises Refused for a prompt that is empty, too long or has unknown ids."""
         vocab, room, prompt = self.tokenizer.vocab, self.loaded.context_length, text.prompt
         longest = max(map(len, self.tokenizer.token_bytes))
         if isinstance(prompt, str) and len(prompt.encode()) > longest * room:
@@ -162,7 +163,7 @@ class Batch:
         return ids
 
     def add(self, text: TextRequest, emit: Callable[[Event], None], is_cancelled: Callable[[], bool]) -> None:
-        """Add a text to generate. Raises Refused for a prompt that the model cannot read."""
+        """Add a text to generate. Raises Refused for a prompt that is empty, too long or has unknown ids."""
         ids = self.prompt_ids(text)
         choose = sampler(seed=text.seed, **text.sampling).after(partial(limit_vocab, self.tokenizer.vocab))
         tops = text.logprobs or 0
@@ -181,8 +182,8 @@ class Batch:
         self.rows[self.rows.index(None)] = row
 
     def _echo(self, row: Row, ids: Sequence[int], tops: int) -> None:
-        """Emit the prompt. If log-probabilities were requested, also emit its tokens (the first token has no
-        log-probability)."""
+        """Emit the prompt. If log-probabilities were requested, also emit the prompt's tokens; the first token has
+        no log-probability."""
         tokens: list[TokenText] = []
         prompt, stream, length = row.text_request.prompt, DecodeStream(self.tokenizer), 0
         if row.text_request.logprobs is not None:
@@ -194,13 +195,13 @@ class Batch:
         row.answer.tokens, row._length = tokens, len(row.answer.text)
 
     def advance(self) -> None:
-        """Prefill a piece of a prompt, and generate the next token of each text whose prompt is complete."""
+        """Prefill a piece of one prompt, and generate the next token of each text whose prompt is in the cache."""
         self.rows = [None if row is None or row.is_cancelled() else row for row in self.rows]
         waiting = [place for place, row in enumerate(self.rows) if row is not None and not row.ready]
         try:
             if waiting:
                 self._read_piece(waiting[0])
-            # This list is changed in place, since the iterator of tokens refers to it.
+            # The list of requests is changed in place, since the iterator of tokens refers to it.
             self._requests[:] = [row.request if row is not None and row.ready else None for row in self.rows]
             if any(self._requests):
                 self._next_tokens()
@@ -250,10 +251,10 @@ class Batch:
         row.ready = next(row.pieces, "read") is not None
 
     def _resize(self, count: int) -> None:
-        """Change the number of rows, keeping the cache of the first rows."""
+        """Change the number of rows; the first rows keep their KV cache."""
         old, self._cache = self._cache, self._make_cache(count)
         for row in filter(None, self.rows):
-            row.pieces = None  # prefill continues in the new cache
+            row.pieces = None  # prefill continues after the ids that the new cache contains
         common = min(count, len(old.ids))
         if old.cache is not None:
             device = old.cache.length.device

@@ -1,6 +1,7 @@
 """Send requests to a server of the same user, so that this process loads no model.
 
-The server also listens on a Unix socket in the user's cache folder, which no other user can reach or replace.
+For these requests, the server listens on a Unix socket in the user's cache folder, which no other user can reach
+or replace.
 """
 
 import http.client
@@ -18,7 +19,7 @@ from dunes.files.atomic import cache_home
 TIMEOUT = 10.0
 """Timeout of a request in seconds."""
 AGENT = "dunes"
-"""User-Agent of requests by this package, which distinguishes them from requests by editors."""
+"""User-Agent that distinguishes requests by this package from requests by editors."""
 RECENT = "/recent"
 """Path that returns the editors' last requests, for `dunes doctor`."""
 
@@ -40,7 +41,8 @@ class SocketConnection(http.client.HTTPConnection):
 def exchange(
     connection: http.client.HTTPConnection, path: str, body: Mapping[str, Any] | None, key: str = ""
 ) -> tuple[int, bytes]:
-    """Status and bytes of a reply on a new connection; without a body, the request is a GET."""
+    """Send a request, close the connection, and return the reply's status and bytes. Without a body, the method is
+    GET, else POST."""
     headers = {"Content-Type": "application/json", "User-Agent": AGENT}
     headers |= {"Authorization": f"Bearer {key}"} if key else {}
     data = None if body is None else json.dumps(body).encode()
@@ -53,7 +55,7 @@ def exchange(
 
 
 def complete_by_server(folder: Path, before: str, after: str, path: Path | None) -> dict[str, Any] | None:
-    """The suggestion, with its `text`, from the running server of this folder; None if no server answers."""
+    """The best suggestion of the folder's running server, as a dict with `text`; None if no server answers."""
     body = {"before": before, "after": after, "path": str(path.absolute()) if path else ""}
     with suppress(OSError, ValueError, LookupError, TypeError, http.client.HTTPException):
         body["model"] = folder.resolve().name
@@ -65,8 +67,8 @@ def complete_by_server(folder: Path, before: str, after: str, path: Path | None)
 
 
 def listen(folder: Path) -> socket.socket | None:
-    """A listening socket for a folder's server. None if another server already uses the socket, or if it cannot be
-    created (as in another user's folder)."""
+    """A listening socket for a folder's server. None if another server uses the socket, or if the socket cannot be
+    created, as in another user's folder."""
     listener = socket.socket(socket.AF_UNIX)
     with suppress(OSError, ValueError):
         file = socket_file(folder)

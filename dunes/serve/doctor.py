@@ -24,7 +24,7 @@ KEPT = (
 
 
 class Line(NamedTuple):
-    """The result for a client; `problem` is empty if the client works."""
+    """A line of the report on the server or a client; `problem` is empty if all works."""
 
     client: str
     text: str
@@ -32,7 +32,8 @@ class Line(NamedTuple):
 
 
 def ask(address: str, path: str, body: Mapping[str, Any] | None = None, key: str = "") -> tuple[int, bytes]:
-    """Status and bytes of a reply. Raises OSError if nothing listens, ValueError for an invalid address."""
+    """Send a request, and return the reply's status and bytes. Raises OSError if no server listens, and ValueError
+    for an invalid address."""
     parts = urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{address}: expected an address such as http://127.0.0.1:8012")
@@ -44,7 +45,8 @@ def ask(address: str, path: str, body: Mapping[str, Any] | None = None, key: str
 
 
 def examine(address: str, key: str = "", before: str = BEFORE, after: str = AFTER) -> Iterator[Line]:
-    """Yield the result for the server itself, then for each client.
+    """Yield a report on the server itself, then on remembered requests of editors, then on test requests of each
+    client.
 
     Raises ValueError if no server answers.
     """
@@ -96,7 +98,7 @@ def _recent(address: str, key: str) -> dict[str, Any]:
 
 
 def _replayed(place: Mapping[str, Any]) -> Line:
-    """The report on a place where an editor requested a suggestion."""
+    """The report on a position at which an editor requested a suggestion."""
     shown, now = (repr(place[name]) if place[name] else "nothing" for name in ("shown", "now"))
     text = f"shows {now}" if shown == now else f"showed {shown}, and would show {now} now; "
     if shown != now:

@@ -29,7 +29,8 @@ FILES = 64
 ENDLESS = 4096
 """Maximum number of new tokens of an answer, even if the client asks for no limit."""
 OPEN = 256_000
-"""Maximum total characters of the open files in a request; the last files that fit are used."""
+"""Maximum total characters of a request's open files. Of files with more characters in total, only the last ones
+are used."""
 SEEDS = 2**64 - 1
 REFERENCE: dict[str, dict[str, Any]] = json.loads(files("dunes.serve").joinpath("reference.json").read_text())
 """Properties and settings that llama-server reports and this server lacks."""
@@ -40,12 +41,12 @@ KINDS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 500: "server_error",
     503: "unavailable_error",
 }  # fmt: skip
-"""Error types of llama-server by status; any other status means an invalid request."""
+"""Error types of llama-server by status; the type for any other status is invalid_request_error."""
 Number = TypeVar("Number", int, float)
 
 
 class Refused(Exception):
-    """Raised to answer a request with this status and message."""
+    """Raised to refuse a request; the reply has this status and message."""
 
     def __init__(self, status: int, message: str, error_type: str = "", retry: int = 0) -> None:
         super().__init__(message)
@@ -55,7 +56,7 @@ class Refused(Exception):
 
 
 def parse(data: bytes) -> "Fields":
-    """The fields of a body. Raises Refused unless it is one JSON object without duplicate keys."""
+    """The fields of a body. Raises Refused unless the body is one JSON object without duplicate keys."""
     try:
         body = json.loads(data or b"{}", object_pairs_hook=unique_keys, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
@@ -92,7 +93,7 @@ class Fields:
         return self.body.get(name)
 
     def first(self, *names: str) -> str:
-        """The first of these names whose field is present; if no field is present, the first name."""
+        """The first of these names whose field is present; if none is present, the first of all."""
         return next(filter(self.has, names), names[0])
 
     def ignored(self) -> list[str]:
@@ -105,13 +106,13 @@ class Fields:
         return [*own, *(name for part in self._parts.values() for name in part.ignored())]
 
     def disregard(self, *names: str) -> None:
-        """Count these fields as ignored, although they were read."""
+        """List these fields as ignored, even if they were read."""
         self._read.difference_update(names)
         for part in self._parts.values():
             part.disregard(*names)
 
     def text(self, name: str, default: str | None = "") -> str:
-        """The string in a field, with U+FFFD for lone surrogates; a default of None makes the field required."""
+        """The string in a field, with U+FFFD for lone surrogates. If `default` is None, the field is required."""
         return valid_text(self._value(name, str, "a string", default))
 
     def path(self, *names: str) -> str:
@@ -127,14 +128,14 @@ class Fields:
         return bool(self._value(name, bool, "true or false", default))
 
     def integer(self, name: str, default: int, low: int, high: int) -> int:
-        """The value of an integer field, within these bounds."""
+        """The value of an integer field; refused unless it is from `low` to `high`."""
         value = self._value(name, int | float, "a whole number", default)
         if value % 1:
             raise self.refusal(name, "a number; expected a whole number")
         return self._check_bounds(name, int(value), low, high)
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
-        """The value of a number field, within these bounds."""
+        """The value of a number field; refused unless it is from `low` to `high`."""
         value: float = self._value(name, int | float, "a number", default)
         return self._check_bounds(name, value, low, high)
 
@@ -149,7 +150,7 @@ class Fields:
         return seed if seed >= 0 else uuid.uuid4().int % 2**63
 
     def stops(self, name: str = "stop") -> tuple[str, ...]:
-        """The stop strings of a field that contains a string or a list; empty strings are dropped."""
+        """The stop strings in a field, which is a string or a list of strings; empty strings are dropped."""
         value, expected = self.get(name), f"a string, or a list of at most {STOPS}"
         values = [value] if isinstance(value, str) else self._value(name, list, expected, [])
         if len(values) > STOPS:
@@ -186,7 +187,7 @@ class Fields:
         return tuple(self._message(f"{name}[{i}]", m) for i, m in enumerate(self.objects(name, 4096)))
 
     def _message(self, place: str, message: "Fields") -> Turn:
-        # A late import: `data.examples` imports torch, which `dunes doctor` does not need.
+        # Imported late, since `data.examples` imports torch, and `dunes doctor` does not need torch.
         from dunes.data.examples import CALL_KEYS, RESULT_KEYS, ROLES, read_message
 
         role = message.text("role", None)
@@ -208,7 +209,7 @@ class Fields:
         return files
 
     def refusal(self, name: str, why: str) -> Refused:
-        """The error that refuses a field, with this reason."""
+        """The error that refuses a request because of this field, for the reason `why`."""
         return Refused(400, f"Field '{self.place}{name}': {why}")
 
     def _value(self, name: str, value_type: type | UnionType, expected: str, default: Any) -> Any:

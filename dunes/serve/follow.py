@@ -1,7 +1,8 @@
-"""Index source files when the user saves them, and load a run's model once it is written.
+"""Index source files when the user saves them, and load a run's model when it has been written.
 
-Editors need not send anything. Every second, a thread checks the times and sizes of the training source files. It
-also checks the times of their folders, which change when a file is added or deleted.
+Editors need not report saved files. Every second, a thread checks the times and sizes of the training source
+files. The thread also checks the modification times of their folders, which change when a file is added or
+deleted.
 """
 
 import os
@@ -24,14 +25,14 @@ PERIOD = 1.0
 PATIENCE = 60.0
 """Maximum seconds between two attempts to load a model."""
 LARGE = 400_000
-"""Maximum bytes of a file whose changes are followed."""
+"""Maximum size in bytes of a file whose changes are followed."""
 Stamp = tuple[int, int]
 
 
 class Follower(threading.Thread):
-    """Updates a served model when its folder or its training source files change.
+    """Reloads a served model when its folder changes, and indexes its training source files when they change.
 
-    An error is reported once, and does not end the thread.
+    An error does not end the thread; an error that repeats is reported once.
     """
 
     def __init__(self, model: ServedModel, call: Call, say: Callable[[str], object]) -> None:
@@ -51,7 +52,7 @@ class Follower(threading.Thread):
             self._try(self.look)
 
     def look(self) -> None:
-        """Update the model with all changes since the last check."""
+        """Reload an outdated model, and index all files that changed since the last check."""
         self._load_again()
         if not self._folders or any(file_time(path) != time for path, time in self._folders.items()):
             self._walk()
@@ -77,7 +78,7 @@ class Follower(threading.Thread):
         return message
 
     def _begin(self) -> None:
-        """Update the model with files that differ from its index: changed, added or deleted since training."""
+        """Index all files that were changed or added since training, and remove deleted files from the index."""
         self._folders, self._stamps, self._files = {}, {}, {}
         self._walk()
         indexed = dict(self.model.current.completer.training_files)
@@ -126,12 +127,12 @@ class Follower(threading.Thread):
         return (status.st_mtime_ns, status.st_size) if stat.S_ISREG(status.st_mode) else None
 
     def _take_in(self, paths: list[Path]) -> None:
-        """Update the model with as many of these files, in order, as fit into `MOST // 4` bytes."""
+        """Index these files, in order, up to a total of `MOST // 4` bytes."""
         texts, stamps, room = dict[str, str | None](), dict[Path, Stamp](), MOST // 4
         for path in paths:
             stamp, name = self._stamp(path), self._files[path]
             if stamp is None or LARGE >= stamp[1] > room:
-                continue  # a deleted file is removed in the next walk; a file without room is read later
+                continue  # the next walk removes deleted files; a later check reads files that do not fit now
             stamps[path] = stamp
             if stamp[1] <= LARGE:  # for a larger file, the index keeps the old text
                 text = _read(path, name)
@@ -150,5 +151,5 @@ def _read(path: Path, name: str) -> str | None:
         return None
     try:
         return named_texts([document])[0][1]
-    except ValueError:  # the file is being written; the next check reads it
+    except ValueError:  # an incomplete file is read in the next check
         return None

@@ -23,7 +23,7 @@ ENDING = 30
 
 
 class DeadlineProtocol(H11Protocol):
-    """HTTP/1.1 with a deadline for requests. Without it, a client could send single bytes forever."""
+    """HTTP/1.1 with a deadline for requests. Without a deadline, a client could send single bytes forever."""
 
     _deadline: asyncio.TimerHandle | None = None
 
@@ -52,7 +52,7 @@ class DeadlineProtocol(H11Protocol):
 
 
 def open_sockets(host: str, ports: Sequence[int]) -> list[socket.socket]:
-    """Sockets that listen on these ports, at all of the host's addresses on this machine.
+    """Sockets that listen on these ports, at all of the host's addresses that belong to this machine.
 
     Raises ValueError if a port is in use, or if the host is unknown.
     """
@@ -72,8 +72,8 @@ def open_sockets(host: str, ports: Sequence[int]) -> list[socket.socket]:
 
 
 def _listen(addresses: Sequence[tuple[int, Any]], port: int, sockets: list[socket.socket]) -> None:
-    """Add a listening socket for each address. If the port is 0, all sockets use the same free port. Raises
-    OSError."""
+    """Append a listening socket for each address to `sockets`. If `port` is 0, all new sockets use the same free
+    port. Raises OSError."""
     count, missing = len(sockets), OSError("the host has no address")
     for family, (name, _, *scope) in addresses:
         dual = family == socket.AF_INET6 and len(addresses) == 1  # a single `::` also accepts IPv4
@@ -85,7 +85,7 @@ def _listen(addresses: Sequence[tuple[int, Any]], port: int, sockets: list[socke
             missing = error
             continue
         sockets[-1].setblocking(False)
-        # Connections inherit this option. Without it, a reply's body waits 40 ms until the head is acknowledged.
+        # Connections inherit TCP_NODELAY. Otherwise, a reply's body waits 40 ms until its header is acknowledged.
         sockets[-1].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         port = sockets[-1].getsockname()[1]
     if len(sockets) == count:
@@ -117,5 +117,5 @@ async def _serve(server: uvicorn.Server, sockets: list[socket.socket], ready: Ca
         asyncio.get_running_loop().add_signal_handler(number, stop)
     # uvicorn would let the signal end the process, without an exit status.
     server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
-    ready()  # clients can connect: the sockets listen
+    ready()  # clients can connect, since the sockets listen
     await server.serve(sockets)

@@ -1,12 +1,10 @@
 """The language server: completes lines for editors that support inline completion, or only plain completion.
 
-`handshake.py` has already answered `initialize`. A thread loads the model, and the newest request waits for it.
+A thread loads the model, and the newest request waits for it.
 https://microsoft.github.io/language-server-protocol/specifications/lsp/3.18/specification/
 """
 
 import asyncio
-import io
-import json
 import re
 import threading
 from bisect import bisect_right
@@ -15,16 +13,14 @@ from contextlib import suppress
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import unquote, urlparse
 
 from lsprotocol import types
-from pygls.io_ import StdoutWriter
 from pygls.lsp.server import LanguageServer
 from pygls.workspace import TextDocument
 
 from dunes import __version__
-from dunes.serve.handshake import ACCEPTED, TRIGGERS
 from dunes.serve.requests import Answer, Event, LineRequest
 from dunes.text.lines import decode_text, split_lines
 from dunes.units import plural
@@ -34,41 +30,22 @@ if TYPE_CHECKING:
 
 ITEMS = 3
 """Maximum number of suggestions."""
+TRIGGERS = " .(,=:<\"'"
+"""Characters after which an editor without inline completion requests plain completion."""
+ACCEPTED = "dunes.accepted"
+"""Command that an editor executes when the user accepts a suggestion."""
 IDLE = 0.5
-"""Seconds without a change after which an open file is indexed, so that other files can copy from it."""
+"""An open file is indexed after this many seconds without a change; completions in other files then copy from
+it."""
 
 
-def start(
-    load: Callable[[], "Worker"], stdin: BinaryIO, stdout: BinaryIO, first: bytes, is_answered: bool
-) -> None:
-    """Serve on these streams until the editor ends the server; another thread calls `load` to load the model.
-
-    `first` contains the first message; `is_answered` is True if `handshake.py` has answered it.
-    """
-    server = Server(load)
-    if is_answered:
-        server.protocol.set_writer(StdoutWriter(io.BytesIO()))
-        with suppress(Exception):  # the editor already has its answer
-            server.protocol.handle_message(json.loads(first, object_hook=server.protocol.structure_message))
-    server.start_io(stdin if is_answered else cast(BinaryIO, Replayed(first, stdin)), stdout)
-
-
-class Replayed:
-    """A stream that starts with the bytes `first` and continues with `rest`."""
-
-    def __init__(self, first: bytes, rest: BinaryIO) -> None:
-        self._first, self._rest = io.BytesIO(first), rest
-
-    def readline(self) -> bytes:
-        return self._first.readline() or self._rest.readline()
-
-    def read(self, n: int) -> bytes:
-        data = self._first.read(n)
-        return data + self._rest.read(n - len(data)) if len(data) < n else data
+def start(load: Callable[[], "Worker"], stdin: BinaryIO, stdout: BinaryIO) -> None:
+    """Serve on these streams until the editor ends the server; another thread calls `load` to load the model."""
+    Server(load).start_io(stdin, stdout)
 
 
 class Document(TextDocument):
-    """An open file whose lines are split as in the protocol; pygls splits them by `str.splitlines` instead."""
+    """An open file, split into lines as the protocol defines; pygls itself uses `str.splitlines`."""
 
     def apply_change(self, change: types.TextDocumentContentChangeEvent) -> None:
         """Replace a range of the text, or all of it."""
@@ -78,7 +55,8 @@ class Document(TextDocument):
         self._source = text[:start] + change.text + text[max(start, end) :]
 
     def offset_at_position(self, position: types.Position) -> int:
-        """The offset in characters; a position beyond the end of its line or of the text becomes that end."""
+        """The offset of a position in characters. Beyond the end of a line or of the text, the offset is that
+        end."""
         lines = split_lines(self.source)
         if position.line >= len(lines):
             return len(self.source)
@@ -142,7 +120,7 @@ class Server(LanguageServer):
             self._worker.close()
 
     def _count(self, *_: Any) -> None:
-        """Count an accepted suggestion; at the end, the log reports the count."""
+        """Count an accepted suggestion; at shutdown, the log reports the count."""
         self._accepted += 1
 
     def _index_later(self, uri: str) -> None:
@@ -184,8 +162,7 @@ class Server(LanguageServer):
         return document.source[:offset], document.source[offset:]
 
     async def _answers(self, uri: str, position: types.Position) -> list[Answer]:
-        """The suggestions at a position. A newer request ends an older request, even if that request waits for the
-        model."""
+        """The suggestions at a position. A newer request cancels an older request that is running or waiting."""
         if self._newest is not None and not self._newest.done():
             self._newest.set_result([])
         loop = asyncio.get_running_loop()
@@ -203,7 +180,7 @@ class Server(LanguageServer):
                 result.set_result(event)
 
         def emit(event: Event) -> None:
-            with suppress(RuntimeError):  # the event loop is closed
+            with suppress(RuntimeError):  # raised if the event loop is closed
                 loop.call_soon_threadsafe(take, event)
 
         request = LineRequest(*texts, _path(uri), alternatives=ITEMS)
@@ -227,7 +204,7 @@ class Server(LanguageServer):
         answers = await self._answers(params.text_document.uri, params.position)
         cursor = types.Range(params.position, params.position)
         before, _ = self._split_at(params.text_document.uri, params.position) or ("", "")
-        word = re.split(r"\W", before.rpartition("\n")[2])[-1]  # editors filter items by this word
+        word = re.split(r"\W", before.rpartition("\n")[2])[-1]  # editors filter items by the cursor's word
         items = [
             types.CompletionItem(
                 label=(word + a.text).strip(),
@@ -245,7 +222,7 @@ class Server(LanguageServer):
 
 
 def _command(answer: Answer) -> types.Command:
-    """The command of an accepted suggestion, whose argument is its source."""
+    """The command that an editor sends for an accepted suggestion, with the suggestion's source as argument."""
     return types.Command("accepted", ACCEPTED, arguments=[answer.source])
 
 

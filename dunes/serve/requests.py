@@ -13,7 +13,8 @@ from dunes.serve.fields import ENDLESS, SEEDS, Fields, Refused
 from dunes.text.templates import Turn
 
 PROMPTS = 48
-"""Maximum number of choices for all prompts of a body, so that the queue has room for other requests."""
+"""Maximum total number of choices in a body with several prompts, so that the queue has room for other
+requests."""
 MARKS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -29,7 +30,7 @@ HINTS = re.compile(r"\A\W{1,4} language: [^\n]*\n(?:\W{1,4} indentation: [^\n]*\
 Settings = Mapping[str, float]
 """Settings of a sampler, by name; missing settings are neutral."""
 UNNAMED = "filename"
-"""Name that llama-server gives to the file of an `/infill` request."""
+"""Placeholder of llama-server for the name of the file in an `/infill` request."""
 
 
 @dataclass(frozen=True)
@@ -47,18 +48,18 @@ class LineRequest:
     model: str = ""
     shows_all: bool = False
     explains: bool = False
-    """True to explain the tokens of the first suggestion. With `shows_all`, improbable and short suggestions are
-    kept."""
+    """True if the answer explains the tokens of the first suggestion. If `shows_all` is true, improbable and short
+    suggestions are kept."""
 
 
 @dataclass(frozen=True)
 class TextRequest:
     """A request to continue a prompt (text or ids) or a chat.
 
-    `sampling` has those settings of the sampler that are not neutral. `logprobs` is the number of alternatives per
-    token; None means no log-probabilities. With `echo`, the answer starts with the prompt. If there are
-    `messages`, the model's chat template renders them with `variables` as the prompt; a model without a template
-    reads `prompt`. With `continues`, the last message is the beginning of the answer.
+    `sampling` contains settings of the sampler; missing settings are neutral. `logprobs` is the number of
+    alternatives per token; None means no log-probabilities. With `echo`, the answer starts with the prompt. If
+    there are `messages`, the model's chat template turns them and `variables` into the prompt. A model without a
+    template reads `prompt`. With `continues`, the last message is the beginning of the answer.
     """
 
     prompt: str | Sequence[int] = ""
@@ -81,14 +82,15 @@ Request = LineRequest | TextRequest
 
 
 class TokenText(NamedTuple):
-    """A token, its bytes, its log-probability (nats; None for a prompt's first token), and the top tokens."""
+    """A token: its id, bytes and log-probability (nats; None for a prompt's first token), and the most probable
+    tokens at its position."""
 
     id: int
     data: bytes
     logprob: float | None
     top: Sequence[tuple[int, bytes, float]] = ()
     offset: int = 0
-    """Number of characters of the answer before the token."""
+    """Number of characters that precede the token in the answer."""
 
     @property
     def text(self) -> str:
@@ -108,8 +110,8 @@ class TokenText(NamedTuple):
 
 @dataclass
 class Answer:
-    """A complete answer; if `reason` is empty, a part of an answer. `first` marks the first part of a choice in a
-    stream. Reasons: stop (end token), length (limit), word (stop string `stopped_at`)."""
+    """A complete answer, or a part of an answer if `reason` is empty. `first` marks the first part of a choice in
+    a stream. Reasons: stop (end token), length (limit), word (stop string `stopped_at`)."""
 
     text: str = ""
     reason: str = ""
@@ -141,9 +143,10 @@ Answers = Mapping[int, Answer]
 
 
 class Asked:
-    """The requests in a body: one text request for each choice of the reply, or one line request for several
-    choices. Each prompt has `count` choices. The reply's id starts with `prefix`, and `streams` is the default of
-    `stream`. `files` are indexed before the requests. Raises Refused for too many requests."""
+    """The requests in a body: one text request for each choice of the reply, or one line request for all choices
+    of a prompt. Each prompt has `count` choices. The reply's id starts with `prefix`. `streams` is the default of
+    the field `stream`. `files` are indexed before the requests. Raises Refused if one body asks for too many
+    choices."""
 
     def __init__(
         self, fields: Fields, requests: Sequence[Request], prefix: str = "", count: int = 1, streams: bool = False
@@ -161,9 +164,9 @@ class Asked:
 def read_text(
     fields: Fields, defaults: Settings, limit: str, tokens: int = -1, options: Fields | None = None, **more: Any
 ) -> TextRequest:
-    """Read a TextRequest from the fields, and its settings from `options` if given. A missing sampler setting is
-    taken from `defaults`, or is neutral. `limit` is the name of the field with the maximum number of tokens, whose
-    default is `tokens`. `more` are additional attributes of the request."""
+    """Read a TextRequest from the fields; its settings are read from `options`, if given. A missing sampler
+    setting is taken from `defaults`, or is neutral. `limit` is the name of the field for the maximum number of
+    tokens; `tokens` is this field's default. `more` are additional attributes of the request."""
     options, sampling = options or fields, dict[str, float]()
     for name, rule in RULES.items():
         read: Any = options.integer if isinstance(rule.neutral, int) else options.number
@@ -174,7 +177,7 @@ def read_text(
 
 
 def choices(request: TextRequest, count: int) -> list[Request]:
-    """`count` requests, each with its own seed."""
+    """`count` requests with different seeds."""
     return [replace(request, seed=(request.seed + i) % (SEEDS + 1)) for i in range(count)]
 
 
@@ -183,7 +186,7 @@ def line_or_texts(
 ) -> list[Request]:
     """A line request if `after` is given, or if the prompt contains a suffix (`MARKS`); otherwise text requests.
 
-    The list is empty if a line of 0 tokens is requested.
+    For a line with a maximum of 0 tokens, the list is empty.
     """
     line, has_tokens = None, text.echo or text.logprobs is not None
     if isinstance(prompt, str) and after is not None:
@@ -234,7 +237,8 @@ def fill_in_the_middle(prompt: str) -> LineRequest | None:
 
 
 def _files(head: str) -> tuple[str, Sequence[tuple[str, str]]]:
-    """The name of the file with the cursor (the last in a repository's header), and the other files."""
+    """The name of the file with the cursor, and all other files, from the text before the sentinels. The last file
+    contains the cursor if its text is blank."""
     parts = FILE.split(REPOSITORY.sub("", head))
     files = tuple(zip(parts[1::2], parts[2::2], strict=True))
     return (files[-1][0], files[:-1]) if files and not files[-1][1].strip() else ("", files)

@@ -1,6 +1,7 @@
-"""A served model folder: complete lines, batch text requests, and reload the model when the folder changes.
+"""Serves a model folder: completes lines, generates texts in batches, and reloads the model when the folder
+changes.
 
-If a request has no path, the file is recognised by its lines.
+For a request without a path, the file is identified by the lines around the cursor.
 """
 
 import gc
@@ -50,20 +51,21 @@ from dunes.units import plural
 Call = Callable[[Callable[[], Any]], Future[Any]]
 """A function that runs another function in the worker's thread, and returns its `Future`."""
 SHORT = 3
-"""Minimum characters of a suggestion that does not end its line."""
+"""Minimum number of characters of a suggestion that does not complete its line."""
 PATHS = 64
-"""Number of paths whose names in training are cached, since each look-up of a name reads the model's card."""
+"""Number of paths for which the file's name in training is cached. For any other path, the model's card is
+read."""
 UNFITTED = 0.3
 """Minimum probability of a shown suggestion if no threshold was fitted."""
 FILES = (
     *("config.json", "adapter_config.json", "model.safetensors", "adapter_model.safetensors", "dunes.json"),
     *("completion/gate.json", "completion/index.safetensors"),
 )
-"""Files whose times change when a model, its gate or its index is written."""
+"""Files that are written when a model, its gate or its index is saved."""
 
 
 class LoadedFolder:
-    """A loaded model folder: decoding batch, completer, metadata and modification times.
+    """A loaded model folder: its completer, its batch for texts, facts about the model, and modification times.
 
     Raises ValueError for a model folder that cannot be used for completion.
     """
@@ -101,7 +103,8 @@ class LoadedFolder:
         self.name_in_sources = lru_cache(PATHS)(lambda path: name_in_sources(Path(path), folder))
 
     def use(self, files: Any, texts: Mapping[str, str | None]) -> None:
-        """Use these texts for completion; `files` is the result of the completer's `with_texts(texts)`."""
+        """From now on, `texts` are the current texts of these files; `files` is the result of the completer's
+        `with_texts(texts)`."""
         self.completer.use(files)
         self.files.update(texts)
 
@@ -120,7 +123,8 @@ def take_out_of_file(model: nn.Module) -> None:
 
 
 def describe_model(folder: Path, stamp: Sequence[int], loaded: LoadedModel | None) -> Facts:
-    """Facts about a model, such as its size and the time of its last change (s); most are 0 during training."""
+    """Facts about a model, such as its size and the time of its last change (s). Without a loaded model, as during
+    training, most facts are 0 or empty."""
     facts: dict[str, Any] = {
         "modified": max(stamp) / 1e9,
         "digest": sha256(repr((str(folder), stamp)).encode()).hexdigest(),
@@ -149,8 +153,9 @@ def describe_model(folder: Path, stamp: Sequence[int], loaded: LoadedModel | Non
 class ServedModel:
     """A model folder. Only the worker's thread may load the model, complete lines or generate texts.
 
-    `acceptance` is the desired share of accepted suggestions, which selects a threshold fitted in training; 0
-    shows all suggestions. Raises ValueError for a folder that cannot be used for completion.
+    `acceptance` is the desired share of accepted suggestions. The share selects one of the thresholds that were
+    fitted in training. With share 0, all suggestions are shown. Raises ValueError for a folder that cannot be used
+    for completion.
     """
 
     def __init__(
@@ -184,23 +189,23 @@ class ServedModel:
         self.current = new
         if was_copying and not new.copies:
             self._say(f"{self.name}: its model completes lines from now on")
-        gc.collect()  # frees the old model, which a reference cycle in the old engine keeps alive
+        gc.collect()  # frees the old model, held by a reference cycle in its engine
 
     @property
     def is_outdated(self) -> bool:
-        """True if the folder has changed since it was loaded, or if a base that could not be loaded has
-        changed."""
+        """True if the folder has changed since it was loaded. While no model is loaded, also true if the files of
+        its base model have changed."""
         current = self.current
         is_missing = isinstance(current.completer, CopyCompleter)
         has_base_changed = is_missing and base_stamp(self.folder) != current.base_stamp
         return has_base_changed or model_stamp(self.folder) != current.stamp
 
     def take_in(self, call: Call, texts: Mapping[str, str | None]) -> None:
-        """Use these texts of files, by name, in later completions; a text of None means a deleted file.
+        """Copy from these texts of files, by name, in later completions. None means that the file was deleted.
         Thread-safe.
 
-        The texts are indexed in the calling thread, unless a concurrent call in another thread has already picked
-        them up.
+        The texts are indexed in the calling thread, or in another thread that is calling `take_in` at the same
+        time.
         """
         with self._adding:
             self._pending |= texts
@@ -214,7 +219,7 @@ class ServedModel:
                 is_current = call(partial(self._use, completer, files, pending)).result()
 
     def _use(self, completer: Any, files: Any, texts: Mapping[str, str | None]) -> bool:
-        """Use these files and return True; return False if they were indexed for a model that has been
+        """Use these files and return True; return False if the files were indexed for a model that has been
         replaced."""
         if completer is self.current.completer:
             self._texts |= texts
@@ -236,7 +241,8 @@ class ServedModel:
         return completer.threshold(self.acceptance) if fitted else UNFITTED
 
     def lines(self, request: LineRequest, is_cancelled: Callable[[], bool]) -> list[Answer]:
-        """The suggestions at a cursor, best first; a too improbable or too short suggestion has an empty text."""
+        """The suggestions at a cursor, best first. If a suggestion is too improbable or too short, its text is
+        empty."""
         start, completer, files = perf_counter(), self.current.completer, self.current.files
         name = request.name and self.name_of(request.name)
         name = name or files.find(request.before, request.after)
@@ -266,11 +272,11 @@ class ServedModel:
             self.current.completer.index_files(files)
 
     def name_of(self, path: str) -> str:
-        """The name of a file in training; `path` may already be that name."""
+        """The name that a file had in training, or would have had; `path` may be such a name."""
         return path if path in self.current.files.names else self.current.name_in_sources(path)
 
     def add(self, request: TextRequest, emit: Callable[[Event], None], is_cancelled: Callable[[], bool]) -> None:
-        """Start generating a text. Raises Refused for a prompt that the model cannot read."""
+        """Start generating a text. Raises Refused for a prompt that is empty, too long or has unknown ids."""
         batch = self.require_batch()
         if request.batch not in (None, batch):
             raise Refused(503, "the model was loaded again meanwhile", retry=1)
@@ -286,7 +292,7 @@ class ServedModel:
 
     @property
     def is_full(self) -> bool:
-        """True if another text would have to wait."""
+        """True if the batch has no room for another text."""
         return self.current.batch is not None and self.current.batch.is_full
 
     def require_batch(self) -> Batch:
@@ -298,9 +304,9 @@ class ServedModel:
     def with_prompt(self, request: TextRequest) -> TextRequest:
         """The request, with its messages encoded as a prompt for the model's next turn. Thread-safe.
 
-        A model without a chat template reads the request's `prompt`. In that case, raises Refused if the prompt is
-        empty or if the request has a system message or thinking. Also raises Refused if the template refuses the
-        messages.
+        A model without a chat template reads the request's `prompt`. For such a model, raises Refused if `prompt`
+        is empty, or if the request has several messages or asks for thinking. Also raises Refused if the template
+        refuses the messages.
         """
         batch, chats = self.require_batch(), self.current.chats
         chat, variables = chats.get(request.model, chats[self.name]), dict(request.variables)
@@ -319,7 +325,7 @@ class ServedModel:
 
 
 def _answer(suggestion: Suggestion, threshold: float | None, seconds: float) -> Answer:
-    """The answer with a suggestion; the text is empty if the suggestion is too improbable or too short."""
+    """The answer for a suggestion; the text is empty if the suggestion is too improbable or too short."""
     text = suggestion.text
     if threshold is not None and (suggestion.word < threshold or (len(text) < SHORT and not suggestion.ends_line)):
         text = ""
@@ -329,13 +335,14 @@ def _answer(suggestion: Suggestion, threshold: float | None, seconds: float) -> 
 
 
 def model_stamp(folder: Path) -> tuple[int, ...]:
-    """A stamp that changes when a model, its gate or its index is written into a folder, or when a GGUF file is
-    written."""
+    """Modification times (ns) of a GGUF file, or of a folder's FILES. A time changes when the model, its gate or
+    its index is written."""
     return tuple(file_time(folder / name) for name in (FILES if folder.is_dir() else [""]))
 
 
 def base_stamp(folder: Path) -> Sequence[Sequence[int]]:
-    """Sizes and times of the base's files; empty if the run does not refer to a base on this machine."""
+    """Sizes and modification times of the base model's files; empty if the run does not refer to a base model on
+    this machine."""
     with suppress(ValueError, OSError):
         if is_reference(read_card(folder)):
             return [*file_stamps(base_folder(folder, fetch=False)).values()]
@@ -351,22 +358,22 @@ def file_time(path: Path) -> int:
 
 
 LINES = 400
-"""Maximum number of lines looked up on each side of the cursor, nearest first."""
+"""Maximum number of lines, nearest to the cursor first, that are looked up on each side of the cursor."""
 LENGTH = 8
-"""Minimum characters of a looked-up line without white space at its ends."""
+"""Minimum characters of a looked-up line, not counting white space at both ends."""
 FEWEST = 3
 """Minimum number of looked-up lines that occur only in the selected file."""
 SHARE = 0.5
-"""Minimum fraction of lines from the selected file among the looked-up lines that occur in only one file."""
+"""Of the looked-up lines that occur in only one file, at least this fraction occurs in the selected file."""
 
 
 class FileFinder:
-    """Identifies the file of a text by lines that occur in only one of the indexed files."""
+    """Identifies the file that a text belongs to, by lines that occur in only one of the indexed files."""
 
     def __init__(self, files: Iterable[tuple[str, str]]) -> None:
         self._lines: dict[str, frozenset[int]] = {}
         self._numbers: dict[str, int] = {}
-        # For each line: the number of files that contain the line, and the sum of the files' numbers.
+        # For each line: how many files contain the line, and the sum of the indices of these files.
         self._owners: dict[int, tuple[int, int]] = {}
         self.update(dict(files))
 

@@ -1,8 +1,8 @@
 """A worker runs the models in its own thread. Other threads send requests, each with a function that receives the
 answers.
 
-Models are not called concurrently, since each call changes their caches. Lines have priority, and are completed
-between two tokens of generated texts.
+Models are not called concurrently, since each call changes the model's caches. Requests for lines have priority:
+they run between two tokens of generated texts.
 """
 
 import threading
@@ -33,8 +33,8 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Task:
-    """A request to a model. The worker's thread calls `emit` with the parts and the answer, or with an error.
-    After the task is cancelled, `emit` is not called."""
+    """A request to a model. The worker's thread calls `emit` with each `Event`: parts of the answer, complete
+    answers or an error. After the task is cancelled, `emit` is not called."""
 
     request: Request
     emit: Callable[[Event], None]
@@ -45,7 +45,8 @@ class Task:
 
 
 class Worker:
-    """Completes lines and generates texts with all models in one thread; other threads follow the models' files.
+    """Completes lines and generates texts with all models in one thread; for each model, another thread watches
+    its files.
 
     Raises ValueError for a model folder that cannot be used for completion.
     """
@@ -82,7 +83,7 @@ class Worker:
             self.close()
             raise
         for model in self.models.values():
-            # The first line takes longer than later lines, so one is completed here.
+            # The first line takes longer than later lines, so a first line is completed here.
             self.call(partial(model.lines, request, lambda: False)).exception()
             if follows:
                 self._followers.append(Follower(model, self.call, say))
@@ -90,7 +91,8 @@ class Worker:
         self.call(measure.return_freed_memory)
 
     def facts_by_name(self, name: str, is_exact: bool = False) -> Named:
-        """Pairs (name, facts) for the model or adapter with this name, or for all of them if the name is empty."""
+        """Pairs (name, facts) for the model or adapter with this name, or for all models and adapters if the name
+        is empty."""
         models = [self.find(name, is_exact)] if name or is_exact else self.models.values()
         entries = [(entry, model.current.facts) for model in models for entry in model.names]
         return [entry for entry in entries if entry[0] == name] or entries
@@ -98,7 +100,8 @@ class Worker:
     def find(self, name: str, is_exact: bool = False) -> ServedModel:
         """The model with this name, or with an adapter of this name. Raises Refused for an unknown name.
 
-        Unless `is_exact`, an empty name selects the first model; if there is only one model, any name selects it.
+        Unless `is_exact` is true, an empty name selects the first model, and if there is only one model, any name
+        selects it.
         """
         for model in self.models.values():
             if name in model.names or (not is_exact and (not name or len(self.models) == 1)):
@@ -130,7 +133,7 @@ class Worker:
         return result
 
     def take_in(self, path: str, text: str | None) -> None:
-        """Let all models copy from this text of an open file when they complete lines in other files."""
+        """All models then copy from this text of an open file when they complete lines in other files."""
         for model in self.models.values():
             model.take_in(self.call, {model.name_of(path): text})
 
@@ -174,13 +177,13 @@ class Worker:
         return sum(model.advance() for model in self.models.values()) > 0  # each goes on
 
     def _must_wait(self, task: Task) -> bool:
-        """True if a text has to wait for room in its model's batch."""
-        with suppress(Refused):  # an unknown model is refused when its text starts
+        """True if the batch of the text's model is full."""
+        with suppress(Refused):  # a text for an unknown model is refused later
             return self.find(task.request.model).is_full
         return False
 
     def _work_on(self, task: Task) -> None:
-        """Complete a line, or start generating a text; an error is emitted, and does not end the thread."""
+        """Complete a line, or start generating a text. If this fails, the error is emitted."""
         request = task.request
         try:
             if task.is_cancelled():

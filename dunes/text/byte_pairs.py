@@ -46,10 +46,9 @@ def merge_pairs(
 
 
 def split_lookalikes(lookalikes: Mapping[str, Sequence[str]]) -> list[pre_tokenizers.PreTokenizer]:
-    """Pre-tokenizers for text that is spelled like a token that merges cannot produce. They split such text, so
-    that it is not encoded as this token.
+    """Pre-tokenizers that split text spelled like certain tokens, so that it is not encoded as these tokens.
 
-    `lookalikes` maps each of these tokens to the parts into which merges encode its spelling.
+    `lookalikes` maps tokens that merges cannot produce to the parts into which merges encode their spelling.
     """
     splits = []
     for text, parts in lookalikes.items():
@@ -98,7 +97,7 @@ class ByteDecoder:
 
     @property
     def errors(self) -> str:
-        """The codec error handler for broken UTF-8."""
+        """Name of the codec error handler for broken UTF-8."""
         return "each-byte" if self.metaspace else "replace"
 
     def token_bytes(self, token: str) -> bytes:
@@ -106,7 +105,7 @@ class ByteDecoder:
         if self.byte_level:
             try:
                 return codecs.charmap_encode(token, "strict", _BYTE_LEVEL)[0]
-            except UnicodeEncodeError:  # the library keeps such a token unchanged
+            except UnicodeEncodeError:  # `tokenizers` decodes such a token to itself
                 return token.encode()
         if self.byte_fallback and re.fullmatch("<0x[0-9A-F]{2}>", token):
             return bytes([int(token[3:5], 16)])

@@ -22,7 +22,7 @@ REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys of reasoning in messages; templates read the first two."""
 
 OPEN, CLOSE = "\ud800", "\ud801"
-"""Lone surrogates around the body of each `{% generation %}` tag, if a text is rendered with marks."""
+"""Lone surrogates that `render` with `marks` writes around the body of each `{% generation %}` tag."""
 MARKS = re.compile(f"[{OPEN}{CLOSE}]")
 
 
@@ -34,7 +34,7 @@ def read_template(folder: Path | str) -> str | None:
     path = next(filter(None, (find_file(Path(folder), name) for name in (JINJA, CONFIG))), None)
     if path is None:
         return None
-    return template_from_files({path.name: read_file(path, json_file.MAX_CONFIG_BYTES)}, path.parent)
+    return template_from_files({path.name: read_file(path)}, path.parent)
 
 
 def template_from_files(files: Mapping[str, bytes], folder: Path) -> str | None:
@@ -69,8 +69,8 @@ def render(
     """The text of the messages, as transformers' `apply_chat_template` renders it.
 
     `variables` are additional variables for the template, such as `bos_token` or `tools`. With `marks`, OPEN and
-    CLOSE enclose the body of each `{% generation %}` tag, which transformers' `assistant_masks` cover. Raises
-    ValueError if the template refuses the messages or fails.
+    CLOSE enclose the body of each `{% generation %}` tag; transformers' `assistant_masks` cover the same text.
+    Raises ValueError if the template refuses the messages or fails.
     """
     fields = {"messages": [*map(_normalize_message, messages)], "add_generation_prompt": add_generation_prompt}
     fields = {"tools": None, "documents": None, **(variables or {}), **fields}
@@ -146,7 +146,7 @@ def compile_template(template: str, marks: bool = False) -> Any:
         "raise_exception": fail,
         "strftime_now": lambda pattern: datetime.now().strftime(pattern),
         "namespace": Namespace,
-        # A function, since a class would expose its attributes.
+        # `dict` is a function here, since a class would expose its attributes.
         "dict": lambda *args, **kwargs: dict(*args, **kwargs),
     }
     return environment.from_string(template)

@@ -1,8 +1,8 @@
 """Read untrusted GGUF files (llama.cpp's format): the header and its tokenizer.
 
 The reader of the `gguf` package creates several objects for each element of an array, which takes seconds for a
-vocabulary. That reader also trusts the counts in a file, so a damaged file can take all memory. Here, each count
-is compared with the file's size before it is used. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+vocabulary. That reader also trusts the sizes in a file, so a damaged file can take all memory. Here, each size is
+compared with the bytes left in the file before it is used. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import struct
@@ -24,9 +24,8 @@ from dunes.text.split_rules import RULES, split_rule
 from dunes.units import plural
 
 SUFFIX = ".gguf"
-MAX_HEADER_BYTES, MAX_STRINGS, MAX_KEYS, MAX_TENSORS, MAX_DIMS = 1 << 27, 2_000_000, 10_000, 100_000, 4
 SCALARS = dict(enumerate("BbHhIif?", start=0)) | {10: "Q", 11: "q", 12: "d"}
-"""`struct` letters of the scalar value types; 8 is a string, 9 an array."""
+"""`struct` letters of the scalar value types; type 8 is a string, and 9 an array."""
 STRING, ARRAY = 8, 9
 
 BYTE_PAIRS = ("gpt2", "gemma4")
@@ -36,9 +35,9 @@ KNOWN = (
     *("model", "pre", "tokens", "token_type", "token_type_count", "scores", "merges"),
     *("add_space_prefix", "add_bos_token", "add_eos_token"),
 )
-"""Keys of a tokenizer that are read or do not change ids, in addition to keys that end in `_token_id`."""
+"""Supported keys of a tokenizer (as are all keys that end in `_token_id`); they are read or do not change ids."""
 OFF = ("remove_extra_whitespaces", "add_sep_token", "precompiled_charsmap")
-"""Keys of a tokenizer that must be false or empty."""
+"""Keys of a tokenizer that are supported only if their value is false or empty."""
 
 
 class TensorInfo(NamedTuple):
@@ -62,8 +61,8 @@ def read_header(path: Path) -> Header:
     """The header of a file. If the file is the first of several parts, the header has the tensors of all parts.
 
     The most recent header is cached until its file changes, since loading a model reads the header several times.
-    Raises ValueError unless the file has a complete, little-endian GGUF header of version 2 or 3 and is not a
-    later part.
+    Raises ValueError for a later part, and for a file without a complete, little-endian GGUF header of version 2
+    or 3.
     """
     status = path.stat()
     header = _cached_header(path, status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
@@ -104,17 +103,17 @@ def _read_part(path: Path) -> Header:
 
 
 class _Reader:
-    """Reads the header of a file of `size` bytes. Raises ValueError for a count that exceeds the bytes left."""
+    """Reads the header of a file of `size` bytes. Raises ValueError for a size that exceeds the bytes left."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
-        self.file, self.bytes_left, self.strings = file, min(size, MAX_HEADER_BYTES), MAX_STRINGS
+        self.file, self.bytes_left = file, size
 
     def header(self) -> Header:
         if (magic := self.take(4)) != b"GGUF":
             raise ValueError(f"it begins with {magic!r}")
         if (version := self.scalar("I")) not in (2, 3):
             raise ValueError(f"version {version}; expected 2 or 3")
-        tensors, keys = self.count("Q", MAX_TENSORS, "tensors"), self.count("Q", MAX_KEYS, "keys")
+        tensors, keys = self.scalar("Q"), self.scalar("Q")
         fields: dict[str, Any] = {}
         for _ in range(keys):
             key = self.text()
@@ -138,11 +137,6 @@ class _Reader:
         (value,) = struct.unpack(f"<{letter}", self.take(struct.calcsize(f"<{letter}")))
         return float(str(np.float32(value))) if letter == "f" else value  # 1e-05, not 9.99999974e-06
 
-    def count(self, letter: str, most: int, noun: str) -> int:
-        if (value := self.scalar(letter)) > most:
-            raise ValueError(f"{value} {noun}; {most} is the limit")
-        return int(value)
-
     def string(self) -> bytes:
         return self.take(self.scalar("Q"))
 
@@ -161,13 +155,14 @@ class _Reader:
         if code in SCALARS:
             dtype = np.dtype(f"<{SCALARS[code]}" if SCALARS[code] != "?" else "?")
             return np.frombuffer(self.take(size * dtype.itemsize), dtype)
-        if code != STRING or size > self.strings:
-            raise ValueError(f"an array of {size} elements of type {code}; at most {MAX_STRINGS} strings are read")
-        self.strings -= size
+        if code != STRING:
+            raise ValueError(f"an array of elements of the unknown type {code}")
+        if 8 * size > self.bytes_left:  # each string has a length of 8 bytes
+            raise ValueError(f"{size} strings are claimed where {self.bytes_left} bytes are left")
         return [self.string() for _ in range(size)]
 
     def tensor(self) -> TensorInfo:
-        name, dims = self.text(), self.count("I", MAX_DIMS, "dimensions")
+        name, dims = self.text(), self.scalar("I")
         shape = tuple(self.scalar("Q") for _ in range(dims))[::-1]
         return TensorInfo(name, shape, self.scalar("I"), self.scalar("Q"), Path(self.file.name))
 
@@ -183,7 +178,8 @@ def has_tokenizer(path: Path) -> bool:
 def build_tokenizer(
     fields: Mapping[str, Any], parse: Callable[[bytes], tokenizers.Tokenizer]
 ) -> tokenizers.Tokenizer:
-    """The tokenizer in a header, from its tokenizer.json (read by `parse`), otherwise from its tokens and merges.
+    """The tokenizer in a header. `parse` reads its tokenizer.json, if any; otherwise, its tokens and merges are
+    used.
 
     For damaged fields and unsupported kinds, raises ValueError that names the key and index, but not the file.
     """
@@ -299,7 +295,7 @@ _T = TypeVar("_T")
 
 
 def value(fields: Mapping[str, Any], name: str, value_type: type[_T], default: _T | None = None) -> _T:
-    """The value of `tokenizer.NAME`, or the default. Raises ValueError if both are missing or of another type."""
+    """The value of `tokenizer.NAME`, or the default. Raises ValueError for another type."""
     key = f"tokenizer.{name}"
     if type(given := fields.get(key, default)) is not value_type:
         raise ValueError(f"{key} is {hf_tokenizers.abbreviate(given)}; expected {value_type.__name__}")
@@ -327,7 +323,7 @@ def _id(fields: Mapping[str, Any], name: str, default: int | None, count: int) -
 
 
 def special_tokens(fields: Mapping[str, Any]) -> SpecialTokens:
-    """The special ids in a header. `add_bos_token` or, by default, the kind decides if texts start with BOS.
+    """The special ids in a header. Texts start with BOS if `add_bos_token` (default: by kind) is true.
 
     As in llama.cpp, BOS is 1 and EOS 2 by default for the kind `llama`, and `gemma4` always adds BOS. Raises
     ValueError for a BOS or EOS that is added but has no id.

@@ -28,7 +28,7 @@ def vocabulary_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
     """The values whose keys start with `tokenizer.` in a GGUF file, for an embedding with `rows` rows.
 
     Raises ValueError if llama.cpp has no algorithm for the tokenizer, or would produce other ids. Warns if ids may
-    differ for text that the tokenizer changes to NFC, around special tokens, or with case-sensitive patterns.
+    differ for text that is not in NFC, for spaces around special tokens, or for combining marks and capitals.
     """
     content = json.loads(tokenizer.json())
     model = content["model"]
@@ -103,7 +103,7 @@ def _check_ids(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> None:
 
 
 def _joined_bytes(fields: Mapping[str, Any]) -> list[str]:
-    """Spellings of bytes that llama.cpp may produce when it joins two tokens."""
+    """Byte tokens such as `<0x0A>` that llama.cpp may produce when it joins two tokens."""
     vocab: set[bytes] = {*fields["ggml.tokens"]}
     spelled = [t for t, type in zip(fields["ggml.tokens"], fields["ggml.token_type"], strict=True) if type == BYTE]
     return [t.decode() for t in spelled if any({t[:i], t[i:]} <= vocab for i in range(1, len(t)))]
@@ -119,7 +119,7 @@ def _same_text(tokenizer: Tokenizer, text: str, actual: list[int], expected: lis
 def _moves_spaces(
     tokenizer: Tokenizer, text: str, actual: list[int], expected: list[int], special: list[str]
 ) -> bool:
-    """True if the ids differ only in spaces around special tokens, after which llama.cpp starts a new text."""
+    """True if the ids differ only in spaces around special tokens, since llama.cpp starts a new text there."""
     texts = {_text_bytes(tokenizer, ids).replace(b" ", b"") for ids in (actual, expected)}
     return tokenizer.byte_decoder.metaspace and len(texts) == 1 and any(token in text for token in special)
 
@@ -130,8 +130,8 @@ def _text_bytes(tokenizer: Tokenizer, ids: list[int]) -> bytes:
 
 
 def _texts(tokenizer: Tokenizer, inner: tokenizers.Tokenizer, special: list[str]) -> list[str]:
-    """Test texts: TEXTS, single tokens from the vocabulary, nine such tokens concatenated, and special tokens
-    alone and inside text. All texts are NFC-normalized if the tokenizer normalizes to NFC."""
+    """Test texts: TEXTS, single tokens, nine tokens concatenated, and special tokens alone and inside text. All
+    texts are NFC-normalized if the tokenizer normalizes to NFC."""
     samples = [data.decode(errors="ignore") for data in tokenizer.token_bytes[:: tokenizer.vocab // SAMPLES + 1]]
     joined = ["".join(samples[i : i + 9]) for i in range(0, len(samples), 9)]
     in_context = [text for t in special[:SPECIAL] for text in (t, f"a{t}b", f" {t} \n{t}{t} b")]
@@ -191,7 +191,7 @@ def _own_token(raw: bytes) -> tuple[bytes, int]:
 
 
 def _scores(vocab: Mapping[str, int], merges: list[tuple[str, ...]], rows: int) -> list[float]:
-    """A score for each token, which is higher for a token with an earlier merge."""
+    """The score of each token; tokens of earlier merges have higher scores."""
     scores = [0.0] * rows
     for rank, parts in reversed(list(enumerate(merges))):
         scores[vocab["".join(parts)]] = -1.0 - rank

@@ -1,4 +1,4 @@
-"""Call the `tokenizers` library, and turn its errors and panics into one line that names the file."""
+"""Call the `tokenizers` library, and turn its errors and panics into one-line ValueErrors."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +13,8 @@ SEQUENCES = ("normalizers", "pretokenizers", "decoders", "processors")
 
 
 def call(subject: str, make: Callable[[], _T]) -> _T:
-    """The result of `make`. Any error becomes a one-line ValueError that starts with the subject."""
+    """The result of `make`. A panic or an error (except OSError) becomes a one-line ValueError that starts with
+    `subject`."""
     try:
         return make()
     except BaseException as error:  # a panic in the library is not an Exception
@@ -39,7 +40,7 @@ def bpe(
 
 
 def parse(text: str) -> tokenizers.Tokenizer:
-    """The tokenizer in a text written by `Tokenizer.json`. Raises ValueError if the text is damaged."""
+    """Parse a tokenizer from the text that `Tokenizer.json` returns. Raises ValueError if the text is damaged."""
     return call("tokenizer.json", lambda: tokenizers.Tokenizer.from_str(text))
 
 
@@ -50,7 +51,7 @@ def pipeline(inner: tokenizers.Tokenizer) -> dict[str, Any]:
 
 
 def steps(content: Mapping[str, Any], part: str) -> Iterator[Mapping[str, Any]]:
-    """The steps of a part in order, with sequences flattened."""
+    """The steps of `part` (such as "decoder") in order, with nested sequences flattened."""
     stack = [content.get(part)]
     while stack:
         step = stack.pop()

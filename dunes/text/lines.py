@@ -47,7 +47,7 @@ def valid_text(text: str) -> str:
 def text_around_cursor(place: str) -> tuple[Path, str, str]:
     """The file in FILE:LINE:COLUMN, and its text before and after this position.
 
-    Line and column are counted from 1; each character, such as a tab, is one column. Raises ValueError for another
+    Line and column are counted from 1; each character is one column, even a tab. Raises ValueError for another
     format or a position outside the file, and OSError for a file that cannot be read.
     """
     parts = re.fullmatch(r"(.+):([1-9][0-9]{0,8}):([1-9][0-9]{0,8})", place, re.DOTALL)

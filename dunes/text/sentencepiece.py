@@ -3,9 +3,9 @@
 The file is a protobuf message; only the fields that determine ids are read here
 (https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto,
 https://protobuf.dev/programming-guides/encoding/). For BPE, sentencepiece merges the two neighbours whose merged
-piece has the highest score; of equal scores, the leftmost pair is merged first. Only the last merge in the
-encoding of a piece can produce the piece, so one merge per piece, ordered by score, gives the same ids. Unigram
-models and models that normalize characters, which LLaMA and Mistral do not use, raise ValueError.
+piece has the highest score; if scores are equal, the leftmost pair is merged first. A piece can be produced only
+by the last merge of its own encoding, so one merge per piece, ordered by score, gives the same ids. Unigram models
+and models that normalize characters, which LLaMA and Mistral do not use, raise ValueError.
 """
 
 import math
@@ -79,7 +79,7 @@ def build(model: Model) -> tokenizers.Tokenizer:
 
 
 def read(data: bytes) -> Model:
-    """The model in the file's bytes. Raises an error like `convert`."""
+    """The model in the file's bytes. Raises errors as `convert` does."""
     pieces: list[Piece] = []
     messages = {2: b"", 3: b"", 5: b""}
     for number, value in _fields(data):
@@ -178,7 +178,7 @@ def _bpe(model: Model) -> models.BPE:
             if not {*last} <= scores.keys():
                 raise ValueError(f"not a sentencepiece model that can be read: {text!r} is made of unknown pieces")
             merges.append(last)
-    # Pieces of equal score (Mistral's runs of spaces) are merged from the left, longer pieces first.
+    # If scores are equal (Mistral's runs of spaces), the longest piece comes first, as in merging from the left.
     merges.sort(key=lambda pair: (-scores[pair[0] + pair[1]], -len(pair[0] + pair[1])))
     return hf_tokenizers.bpe(
         {p.text: i for i, p in enumerate(model.pieces)},
@@ -194,7 +194,7 @@ def _bpe(model: Model) -> models.BPE:
 def _normalizer(model: Model) -> normalizers.Normalizer:
     steps: list[normalizers.Normalizer] = []
     if model.remove_extra_whitespaces:
-        # With a dummy prefix, one leading space is kept: "first" below depends on the start of the text.
+        # With a dummy prefix, one leading space is kept, since Metaspace with "first" depends on it.
         prefix = " " if model.add_dummy_prefix else ""
         steps += [
             normalizers.Replace(Regex(pattern), text)

@@ -10,9 +10,9 @@ from dunes.files import json_file
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Special ids in a folder's config files; `bos` and `eos` are None if no file sets them.
+    """Special ids in a folder's config files; `bos` and `eos` are None if no file determines them.
 
-    `bos` is put before a text, `eos` after it, and generation stops at each of `stops`.
+    `bos` has the ids that are put before a text, `eos` ends a document, and generation stops at each of `stops`.
     """
 
     bos: tuple[int, ...] | None = None

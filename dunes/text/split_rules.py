@@ -1,10 +1,10 @@
 r"""Rules that split a text into words for byte-pair tokenizers, with llama.cpp's names.
 
-In a GGUF file, `tokenizer.ggml.pre` is the name of the rule. The patterns of a rule are applied one after another;
-each pattern splits the parts left by earlier patterns, so that each of its matches becomes a part. The patterns
-come from `llm_tokenizer_bpe` in https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp. Where
-possible, the patterns are written as in the original tokenizer; llama.cpp's own regex engine only approximates
-some of these forms ((?i:...), \p{Lu}).
+In a GGUF file, `tokenizer.ggml.pre` is the name of the rule. The patterns of a rule are applied one after another.
+Each pattern splits the parts left by earlier patterns, and each match becomes a part. The patterns come from
+`llm_tokenizer_bpe` in https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp. Where possible, the
+patterns are written as in the original tokenizer; llama.cpp's own regex engine only approximates some of these
+forms ((?i:...), \p{Lu}).
 """
 
 from collections.abc import Mapping, Sequence
@@ -93,7 +93,7 @@ RULES: Mapping[str, SplitRule] = {
     "gemma4": SplitRule((_LINES,), metaspace=True, bos=True),
     "default": SplitRule((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 }
-"""Rules by name. Of equal rules, the first is exported for a tokenizer that is not from a GGUF file."""
+"""Rules by name. If rules are equal, the first is exported for a tokenizer that is not from a GGUF file."""
 
 
 def split_rule(name: str) -> SplitRule:

@@ -1,7 +1,7 @@
 """Chat templates in Jinja: built-in named templates, and templates that come with a model.
 
-A template turns a conversation into segments. Each segment is tokenized separately and the ids are concatenated,
-so that a prompt has the same ids in training and in generation, whatever the answer starts with. Special tokens
+A template turns a conversation into segments. Each segment is tokenized separately, and the ids are concatenated.
+A prompt therefore has the same ids in training and in generation, whatever the answer starts with. Special tokens
 are separate segments that are inserted as ids and never parsed from a user's text.
 
 Sources of the templates: alpaca (both prompts) https://github.com/tatsu-lab/stanford_alpaca/blob/main/train.py;
@@ -26,10 +26,10 @@ from dunes.text.special_tokens import token_text
 from dunes.text.tokenizer import Tokenizer
 
 SURROGATES = range(0xDC00, 0xE000)
-"""Lone surrogates, which valid text never contains. Pairs of them replace special tokens in a user's text."""
+"""Lone surrogates, which valid text never contains. A pair of them replaces a special token in a user's text."""
 
 MARKS = re.compile("[\ud810-\ud9ff][\uda00-\udbff]")
-"""Other pairs of lone surrogates, which mark strings of a conversation to show where a template writes each."""
+"""Matches pairs of surrogates below SURROGATES; a pair in a string marks where a template writes the string."""
 MARKED_KEYS = ("content", "name", "arguments", *chat_template.REASONING_KEYS)
 
 CUT = "\ufdd0"
@@ -71,14 +71,14 @@ Messages = Sequence[Mapping[str, Any]]
 ANSWER_ROLES = ("assistant", "text")
 """Roles of turns that a model generates."""
 EQUAL_ROLES = {"developer": "system"}
-"""Maps a role to the role that replaces it in templates without a format for it."""
+"""Maps a role to its replacement in templates that lack a format for the role."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
     """A text that is tokenized separately. If `special`, the text is the spelling of one special token.
 
-    A `masked` segment is part of an answer that the record excludes from the loss, so it is never trained on.
+    A `masked` segment belongs to an answer, but is excluded from the loss.
     """
 
     text: str
@@ -97,16 +97,17 @@ class Template(ABC):
     """A Jinja chat template, its special tokens, and `end`, the special token that ends an answer.
 
     If the template has `{% generation %}` tags, answers are exactly the bodies of these tags, as in transformers
-    (https://huggingface.co/docs/transformers/chat_templating); the end token is not trained on if it is outside a
-    tag. In other templates, an answer starts after its prompt (the rendered messages before it and the generation
-    prompt), and ends with `end`. If the prompt is rendered differently within a longer conversation, the answer
-    starts after the prompt's last message and as much of the generation prompt as the text contains. A prompt is
-    rendered even if the positions of earlier answers are unknown.
+    (https://huggingface.co/docs/transformers/chat_templating). An end token outside the tags is not trained on. In
+    other templates, an answer starts after its prompt (the rendered messages before it and the generation prompt),
+    and ends with `end`. If the prompt is rendered differently within a longer conversation, the answer starts
+    after the prompt's last message and as much of the generation prompt as the text contains. A prompt is rendered
+    even if the positions of earlier answers are unknown.
 
     ValueError is raised if the rendered text lacks a part of the record: a message, a tool call, or the name of a
-    tool. An earlier answer may lack its reasoning if the template writes the reasoning of a last answer. To
-    distinguish equal strings, the text is rendered again with a mark in each string. If the marks change the rest
-    of the text, they are not used, and a missing string is overlooked if the text contains an equal string.
+    tool. The reasoning of an earlier answer may be missing, provided that the template writes the reasoning of a
+    last answer. To distinguish equal strings, the text is rendered again with a mark in each string. If the marks
+    change the rest of the text, the text is checked without marks. A missing string is then overlooked if the text
+    contains an equal string.
 
     `special_tokens` maps each token to two flags, which are True if spaces to the left and to the right of the
     token are stripped. A `complete` template writes everything in a conversation, and needs no marks.
@@ -209,7 +210,7 @@ class Template(ABC):
     @cached_property
     def _roles(self) -> dict[str, str]:
         """EQUAL_ROLES, but a role for which the template has its own format is mapped to itself."""
-        # If the template only inserts the role's name, it has no form of its own for the role.
+        # If the template only inserts the role's name, it has no format of its own for the role.
         unknown = self._probe(UNKNOWN_ROLE)
         own = (r for r in EQUAL_ROLES if self.writes(r) and self._probe(r) != unknown.replace(UNKNOWN_ROLE, r))
         return {**EQUAL_ROLES, **{role: role for role in own}}
@@ -263,7 +264,7 @@ class Template(ABC):
         return (marked_text, marked, variables) if is_same else (text, messages, values)
 
     def _check(self, subject: str, value: Any, text: str) -> None:
-        """Raise ValueError if the text lacks this value of a record; `subject` describes it in the message."""
+        """Raise ValueError if the text lacks this value of a record; `subject` names the value in the message."""
         if not _is_written(value, text):
             raise ValueError(
                 f"the chat template ({self.name}) leaves out or changes {subject}; leave it out, or use a "
@@ -381,8 +382,8 @@ class Template(ABC):
 class NamedTemplate(Template):
     """A built-in template, without tools and reasoning.
 
-    `needs` are its special tokens; `words` must not be special tokens of the tokenizer. An answer ends with the
-    last special token in `needs`, or with the tokenizer's EOS if `needs` is empty. BEGIN and END in the source
+    `needs` are its special tokens; a tokenizer in which `words` are special tokens is refused. An answer ends with
+    the last special token in `needs`, or with the tokenizer's EOS if `needs` is empty. BEGIN and END in the source
     stand for the tokenizer's `document_start` and `eos`. With `inputs`, a message has a separate key `input`.
     """
 
@@ -420,7 +421,7 @@ class NamedTemplate(Template):
         return self._spell_out(begin, str(tokenizer.inner.id_to_token(tokenizer.eos)))
 
     def _render_text(self, messages: Messages, is_open: bool, variables: Mapping[str, Any]) -> str:
-        from jinja2 import TemplateError  # late: importing it takes as long as loading a small model
+        from jinja2 import TemplateError  # late, since the import takes as long as loading a small model
 
         template = chat_template.compile_template(self._spell_out(BEGIN.text, END.text))
         try:  # a named template reads no further variables
@@ -447,8 +448,8 @@ class ModelTemplate(Template):
 
     The stop token is the first special token after a last answer or, if there is none, the first special token
     between an answer and the next question. Tokens that are also between the generation prompt and the answer,
-    such as the tags around an empty thought, do not count. If neither exists, EOS is the stop token, and records
-    cannot be trained on. Raises ValueError if the template fails on a question and an answer.
+    such as the tags around an empty thought, do not count. If there is no such token, EOS is the stop token, and
+    records cannot be trained on. Raises ValueError if the template fails on a question and an answer.
     """
 
     name = "the model's own"
@@ -491,7 +492,7 @@ class ModelTemplate(Template):
 def map_strings(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
     """Nested data with `change` applied to all strings and keys.
 
-    Raises ValueError for too many levels, and for numbers that JSON lacks.
+    Raises ValueError for more than MAX_DEPTH levels, and for infinity and NaN, which JSON lacks.
     """
     if depth > MAX_DEPTH:
         raise ValueError(f"more than {MAX_DEPTH} levels of nested data")
@@ -548,7 +549,7 @@ def _is_written(value: Any, text: str) -> bool:
 
 
 def _token_names(tokenizer: Tokenizer) -> dict[str, str]:
-    """Special tokens by their keys in the config files, such as `bos_token`, even if texts do not start with BOS.
+    """Special tokens by their keys in the config files, with `bos_token` even if texts do not start with it.
 
     As in transformers, special_tokens_map.json overrides a tokenizer_config.json without `added_tokens_decoder`.
     """
@@ -605,8 +606,8 @@ def encode_prompt(
 ) -> list[int]:
     """The ids of a prompt, which are the same as the ids before its answer in training.
 
-    With `continues`, the last message is the beginning of the answer; raises ValueError unless it is a text of the
-    assistant.
+    With `continues`, the last message is the beginning of the answer; ValueError is raised unless it is a text of
+    the assistant.
     """
     template.check_tokenizer(tokenizer)
     if continues and (not turns or turns[-1].role not in ANSWER_ROLES or "tool_calls" in turns[-1].fields):
@@ -658,7 +659,7 @@ def find_template(tokenizer: Tokenizer, card: Mapping[str, Any]) -> Template | N
 
 
 def _pair(name: str, *roles: str) -> str:
-    """Jinja that raises unless the roles are "user", "user, assistant" or one of `roles`."""
+    """Jinja that raises unless the roles are "user", "user, assistant" or one of `roles`, and starts the loop."""
     return (
         "{% set roles = messages | map(attribute='role') | join(', ') %}"
         f"{{% if roles not in {('user', 'user, assistant', *roles)} %}}"
@@ -678,7 +679,7 @@ _ALPACA = (
 
 
 def _open_messages(name: str) -> str:
-    """Jinja that writes BEGIN, and opens the loop over the messages."""
+    """Jinja that writes BEGIN, and starts the loop over the messages."""
     return (
         "{{ BEGIN }}{% for m in messages %}{% if m['role'] not in ('system', 'user', 'assistant') %}"
         f"{{{{ raise_exception('template {name}: expected messages, found plain text; its template is plain') }}}}"
@@ -687,7 +688,7 @@ def _open_messages(name: str) -> str:
 
 
 def _turns(name: str) -> str:
-    """Jinja that separates the system message, and opens the loop over the other messages."""
+    """Jinja that separates the system message, and starts the loop over the other messages."""
     return (
         "{% if messages and messages[0]['role'] == 'system' %}"
         "{% set system = messages[0]['content'] %}{% set rest = messages[1:] %}"

@@ -2,8 +2,8 @@
 
 Three kinds can be trained: `bytes` (nothing to train), `chars` (the characters of the corpus) and `bpe`
 (byte-level BPE, https://arxiv.org/abs/1508.07909). BPE never merges pairs across a line end (\\n, \\r\\n or \\r),
-so no token extends into the next line, and encoding line by line gives the same ids. Within a line, pairs merge
-across spaces, which saves a fifth of the tokens of Python code.
+so no token extends into the next line. Encoding line by line therefore gives the same ids. Within a line, pairs
+merge across spaces; this saves a fifth of the tokens of Python code.
 """
 
 import json
@@ -49,10 +49,8 @@ KINDS = ("bpe", "bytes", "chars")
 """The kinds of tokenizers that can be trained."""
 SPLIT_RULE = "gguf_pre"
 """Key of `split_rule` in a tokenizer_config.json."""
-MAX_BYTES = 1 << 27
-"""Maximum bytes of a tokenizer file."""
 MAX_IDS = 1 << 22
-"""Upper bound of token ids; each id is below it."""
+"""Upper bound of token ids, exclusive."""
 
 EXTRA_FILES = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -65,10 +63,12 @@ _ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 class Tokenizer:
-    """Text to ids and back. `decode(encode(text)) == text` holds; `encode(decode(ids)) == ids` need not hold.
+    """Text to ids and back. `decode(encode(text))` is `text`, unless the tokenizer normalizes text or lacks a
+    character.
 
-    `extra_files` maps names of the folder's other tokenizer files to their contents. `split_rule` is llama.cpp's
-    name of the rule that splits words, for a tokenizer that was read from a GGUF file.
+    `encode(decode(ids))` may differ from `ids`. `extra_files` maps names of the folder's other tokenizer files to
+    their contents. `split_rule` is llama.cpp's name of the rule that splits words, for a tokenizer that was read
+    from a GGUF file.
     """
 
     split_rule = ""
@@ -79,7 +79,7 @@ class Tokenizer:
         self.config_path = Path("tokenizer_config.json")
         # "<|endoftext|>" in the text of a document is plain text.
         self.inner.encode_special_tokens = True
-        # Some files truncate each text.
+        # Some tokenizer.json files ask to truncate or pad each text.
         self.inner.no_truncation()
         self.inner.no_padding()
 
@@ -111,8 +111,9 @@ class Tokenizer:
     def load(cls, folder: Path | str) -> "Tokenizer":
         """Load the folder's tokenizer.json, tokenizer.model (of sentencepiece or Llama 3) or tekken.json.
 
-        If several exist, the first of these is read. `folder` may also be a GGUF file. Raises ValueError if none
-        exists, if the file is not a tokenizer, and for invalid special tokens in the config files.
+        If the folder has several of these files, the first in this order is read. `folder` may also be a GGUF
+        file. Raises ValueError if none exists, if the file is not a tokenizer, and for invalid special tokens in
+        the config files.
         """
         folder = Path(folder)
         path = cls.find_file(folder)
@@ -123,12 +124,12 @@ class Tokenizer:
                 f"{folder}: no tokenizer.json, tokenizer.model or tekken.json; "
                 f"put the tokenizer that the model was trained with there{unfinished_downloads(folder)}"
             )
-        data = read_file(path, MAX_BYTES)
+        data = read_file(path)
         inner = hf_tokenizers.call(f"{path}: not a tokenizer", lambda: _parse(path, data))
         tokenizer = cls(inner, read_special_tokens(folder, inner.token_to_id))
         tokenizer.config_path = folder / tokenizer.config_path.name
         files = {name: file for name in EXTRA_FILES if (file := find_file(folder, name))}
-        tokenizer.extra_files = {name: read_file(f, json_file.MAX_CONFIG_BYTES) for name, f in files.items()}
+        tokenizer.extra_files = {name: read_file(f) for name, f in files.items()}
         tokenizer.split_rule = str(json_file.read_if_present(tokenizer.config_path).get(SPLIT_RULE) or "")
         if path.name != "tokenizer.json" and tokenizer.config_path.name in tokenizer.extra_files:
             config = json_file.read_if_present(tokenizer.config_path)
@@ -261,7 +262,7 @@ class Tokenizer:
         return {f"{name}_token": token for name, token in tokens.items() if token is not None}
 
     def prompt(self, text: str) -> list[int]:
-        """The ids of a prompt: `bos` and the text. For an empty text: `document_start` or, if empty, EOS.
+        """The ids of a prompt: `bos` and the text. An empty text becomes `document_start` or, without one, EOS.
 
         For a tokenizer trained here, no EOS is put before a text, since a prompt rarely starts a document.
         """
@@ -274,7 +275,7 @@ class Tokenizer:
 
     @cached_property
     def splits(self) -> str:
-        """Splitting unit of a tokenizer trained here, a value of _SPLITS; empty for other tokenizers."""
+        """How a tokenizer trained here splits text: "lines" or "characters"; empty for other tokenizers."""
         pre_tokenizer = self.inner.pre_tokenizer
         return "" if pre_tokenizer is None else _SPLITS.get(pre_tokenizer.__getstate__(), "")
 
@@ -301,7 +302,7 @@ class Tokenizer:
         return f"{self.config_path.parent}: the tokenizer fails"
 
     def encode_continuation(self, text: str) -> list[int]:
-        """The ids of a text that continues another text, without the space that some tokenizers put first."""
+        """The ids of a text that continues another one; the space that some tokenizers put first is left out."""
         return self._ids(self._without_prefix, text)
 
     @cached_property
@@ -372,7 +373,8 @@ def _drop_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def original_files(folder: Path, *first: str) -> Iterator[Path]:
-    """The folder's files named in `first`, and other libraries' tokenizers. Raises ValueError like `find_file`."""
+    """The folder's existing files among `first`, tokenizer.model* and tekken.json, in this order. Raises
+    ValueError like `find_file`."""
     models = sorted(path.name for path in folder.glob("tokenizer.model*") if _MODEL_NAME.fullmatch(path.name))
     return (path for name in (*first, *models, "tekken.json") if (path := find_file(folder, name)))
 
@@ -388,7 +390,7 @@ def _parse_json(data: bytes) -> tokenizers.Tokenizer:
     """The tokenizer in the content of a tokenizer.json. Raises ValueError for invalid ids."""
     json_file.parse(data, Path("tokenizer.json"))
     inner = tokenizers.Tokenizer.from_str(data.decode("utf-8-sig"))
-    inner.encode("")  # some damaged parts fail only here
+    inner.encode("")  # some damaged files fail only here
     ids = inner.get_vocab().values()
     if not ids or len(set(ids)) != len(ids) or max(ids) >= MAX_IDS:
         raise ValueError(
@@ -399,7 +401,7 @@ def _parse_json(data: bytes) -> tokenizers.Tokenizer:
 
 
 def _config_for_json(config: dict[str, Any]) -> bytes:
-    """The tokenizer_config.json for a converted tokenizer.json; `tokenizer_class` reads every tokenizer.json."""
+    """The tokenizer_config.json for a converted tokenizer.json, with a class that reads every tokenizer.json."""
     settings = {k: v for k, v in config.items() if k not in ("legacy", "sp_model_kwargs", "tokenizer_class")}
     return json.dumps(settings | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2).encode()
 

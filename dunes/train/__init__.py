@@ -1,4 +1,4 @@
-"""The training loop, losses, optimizers and schedules for any `nn.Module`; no model, no tokenizer.
+"""The training loop, losses, optimizers and schedules for any `nn.Module`, without models or tokenizers.
 
 Start with `Trainer`, a loss (`next_token`, `cross_entropy`), an optimizer (`adamw`, `muon`) and a `Schedule`.
 Small networks train faster with `fast_run`.

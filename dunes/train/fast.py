@@ -1,8 +1,8 @@
-"""A training loop for small networks, with data in memory, that compiles several steps into one unit.
+"""A training loop for small networks with data in memory; it compiles several steps into one unit.
 
 In a small network, the operations of a step take less time than their dispatch by Python and autograd. Here the
-forward pass, backward pass and update of a few mini-batches are one graph, and the rows of all these batches are
-gathered at once. The equivalent plain loop is `Trainer.run` on the same batches.
+forward pass, backward pass and update of a few mini-batches are one graph. The rows of these mini-batches are
+gathered in one operation. The equivalent plain loop is `Trainer.run` on the same batches.
 """
 
 # Shapes: N rows, B batch, K steps in a unit.
@@ -26,9 +26,9 @@ from dunes.train.optim import Rule, State, rule_of
 from dunes.train.trainer import Diverged, Step, Trainer, loss_pairs, seeded
 
 PLAIN_STEPS = 4
-"""Number of plain steps at the start, which create the optimizer state."""
+"""Number of steps in the plain loop at the start; these steps create the optimizer state."""
 TIMED_CALLS = 4
-"""Number of timed calls of the compiled unit before the faster loop is chosen; on a CPU, processor time counts."""
+"""Number of calls of the compiled unit to time before choosing the faster loop (by processor time on a CPU)."""
 
 Key = tuple[str, int | Tensor]
 Reading = dict[Key, Any]
@@ -44,16 +44,16 @@ def fast_run(
     """Run the trainer on the batches `tuple(t[index] for t in tensors)`, several steps per call; yields each step.
 
     `tensors` are (N, ...), on any device; `indices` are (B,), int64, all of the same size. The first steps run in
-    the plain loop. Then the unit is compiled, and used if it is faster; `line` is called with a text about the
-    loop chosen and the reason. A unit has `steps_per_call` steps, but a single step if the model draws
-    random numbers, if the optimizer has a PyTorch scheduler, or if learning rates change after one of the first
-    steps, because rates are read once per unit. When the first step of a unit is yielded, all steps of the unit
-    are done. If the caller stops early, up to `steps_per_call` - 1 more steps may be done; `trainer.number` counts
-    them.
+    the plain loop. Then a unit of `steps_per_call` steps is compiled, and used if it is faster than the plain
+    loop; `line` is called with the choice and its reason. The unit has only one step if the loss draws random
+    numbers, if the optimizer has a PyTorch scheduler, or if learning rates change after one of the first steps.
+    (Rates are read once per unit.) When the first step of a unit is yielded, all steps of the unit are done. So if
+    the caller stops early, up to `steps_per_call` - 1 more steps may be done; `trainer.number` counts these steps.
 
-    If any other setting of the optimizer's groups, its state, or a parameter's `requires_grad` changes, the plain
-    loop runs from then on, and `line` is called with the change. Raises ValueError for tensors of different
-    lengths, and for any such change between the steps of one unit. Also raises the errors of `Trainer.run`.
+    The plain loop runs again if the caller changes a setting of the optimizer's groups other than "lr", the
+    optimizer's state, or a parameter's `requires_grad`; `line` is called with the change. Raises ValueError for
+    tensors of different lengths, and if the caller changes one of these or a learning rate between the steps of
+    one unit. Also raises the errors of `Trainer.run`.
     """
     if len(lengths := {len(t) for t in tensors}) != 1:  # rows must correspond
         raise ValueError(f"tensors of {sorted(lengths)} rows; expected at least one, all of one length")
@@ -113,7 +113,7 @@ class Unit:
         self.params = [p for p in trainer.parameters() if p.requires_grad]
         groups = trainer.optimizer.param_groups
         self.groups = {p: i for i, group in enumerate(groups) for p in group["params"]}
-        # The rate is an argument, since each new value of a constant would cause a compilation.
+        # The learning rate is an argument, since a constant with a new value would cause a recompilation.
         self.settings = [{k: v for k, v in group.items() if k not in ("lr", "params")} for group in groups]
         self.states: list[State] = [trainer.optimizer.state.get(p, {}) for p in self.params]
         self.buffers = trainer.buffers()
@@ -139,7 +139,8 @@ class Unit:
         return [trainer.finish_step(row[:3], scale, bool(row[3]), seconds, metric) for row, scale, metric in pairs]
 
     def _steps(self, batch: tuple[Tensor, ...], lrs: Tensor) -> tuple[Tensor, list[dict[str, Tensor]]]:
-        """The function to compile; returns [loss, count, norm, finite] per step (K, 4), float64, and metrics."""
+        """The function to compile; returns the loss, count, gradient norm and `finite` of each step (K, 4), and
+        the metrics."""
         size, values, metrics = len(batch[0]) // self.steps, [], []
         for k in range(self.steps):
             value, means = self._one(tuple(t[k * size : (k + 1) * size] for t in batch), lrs[k])
@@ -158,7 +159,7 @@ class Unit:
             squares = [g.float().square().sum() for g in grads if g is not None]
             norm = torch.stack(squares).sum().sqrt() / count
             finite = (count > 0) & total.isfinite() & norm.isfinite()
-            # `row` is stored, since Inductor would otherwise repeat its root and divisions throughout the update.
+            # One tensor, since Inductor would otherwise repeat the root and the divisions throughout the update.
             row = torch.stack([total.double() / count, count, norm, finite.double(), self._scale(norm, count)])
             finite = row[3] > 0
             self._update(grads, row[4].float(), lrs, finite)
@@ -168,7 +169,8 @@ class Unit:
             return row[:4], means
 
     def _scale(self, norm: Tensor, count: Tensor) -> Tensor:
-        """The factor that scales the gradients: 1 / count, reduced if their norm exceeds the clipping limit."""
+        """The factor for the summed gradients: 1 / count, reduced if the gradient norm exceeds the clipping
+        limit."""
         clip = self.trainer.clip
         clipped = 1.0 if clip is None else (clip / (norm + 1e-6)).clamp(max=1.0)
         return clipped / count
@@ -190,9 +192,9 @@ def _compile_options(device: torch.device, draws: bool) -> dict[str, Any]:
     options: dict[str, Any] = {"fallback_random": True} if draws else {}
     if device.type == "cuda":
         return {**options, "triton.cudagraphs": True}
-    # Calling kernels from C++ instead of Python saves a tenth of a small step's time. The settings in `start` help
-    # later processes to read the unit from Inductor's cache: one skips a test of vector instructions (1 s), since
-    # any compiler of torch's headers supports them; the other lets the cache store calls of autocast.
+    # Calling kernels from C++ instead of Python saves a tenth of a small step's time. The settings in `start` make
+    # later processes start faster. `vec_isa_ok` skips a test of vector instructions (1 s); any compiler that can
+    # compile torch's headers passes the test. `autocast` lets Inductor cache graphs that call autocast.
     autocast = {f"torch.amp.autocast_mode._{name}_autocast": "dunes 1" for name in ("enter", "exit")}
     start = {"cpp.vec_isa_ok": True, "unsafe_marked_cacheable_functions": autocast}
     return {**options, **start, "cpp_wrapper": True, "post_grad_custom_post_pass": SmallProducts()}
@@ -201,7 +203,7 @@ def _compile_options(device: torch.device, draws: bool) -> dict[str, Any]:
 def _run_units(
     unit: Unit, gather: Callable[[Tensor], tuple[Tensor, ...]], stream: Iterator[Tensor], plain: float, line: Line
 ) -> Generator[Step, None, Iterator[Tensor]]:
-    """Yields the steps of complete units; returns the remaining indices, which are for the plain loop."""
+    """Yields the steps of complete units; returns the remaining indices for the plain loop."""
     trainer, seconds, compiling = unit.trainer, list[float](), 0.0
     clock = _clock(trainer)
     while True:
@@ -216,8 +218,8 @@ def _run_units(
             steps = unit(gather(torch.cat(group)))
         except (Diverged, ValueError):
             raise
-        except Exception as error:  # any error of the compiler, before the unit runs
-            if seconds and type(error).__name__ != "FailOnRecompileLimitHit":  # also raised before the unit runs
+        except Exception as error:  # an error of the compiler; the unit has not run
+            if seconds and type(error).__name__ != "FailOnRecompileLimitHit":  # raised before the unit runs
                 raise
             line(f"plain loop: torch.compile cannot compile this step: {one_line(error)}")
             return chain(group, stream)
@@ -241,8 +243,8 @@ def _run_units(
 def _read(trainer: Trainer) -> Reading:
     """Read the inputs of a compiled step that the caller may change between steps.
 
-    Group settings have keys (name, group number). `requires_grad` and the id of the optimizer state have keys
-    (name, parameter).
+    Group settings have keys (name, group number). `requires_grad` and the `id()` of the optimizer's state for a
+    parameter have keys (name, parameter).
     """
     optimizer, groups = trainer.optimizer, enumerate(trainer.optimizer.param_groups)
     read: Reading = {(name, i): _plain(value) for i, group in groups for name, value in group.items()}
@@ -252,7 +254,7 @@ def _read(trainer: Trainer) -> Reading:
 
 
 def _plain(value: Any) -> Any:
-    """A copy of a group's setting that can be compared with `==`."""
+    """The value of a group's setting, in a form that `==` can compare."""
     if isinstance(value, Tensor):
         return value.tolist()
     return [*map(id, value)] if isinstance(value, list) else value
@@ -263,7 +265,7 @@ def _changes(before: Reading, after: Reading) -> list[Key]:
 
 
 def _describe(trainer: Trainer, changes: Sequence[Key]) -> str:
-    """Text that describes the first of these changes; empty if `changes` is empty."""
+    """Text that describes the first change in `changes`; empty if there is none."""
     for name, place in changes:
         owner = trainer.names({place}) or "a parameter" if isinstance(place, Tensor) else f"group {place}"
         return f"{name} of {owner} changed"
@@ -271,7 +273,7 @@ def _describe(trainer: Trainer, changes: Sequence[Key]) -> str:
 
 
 def _check_unchanged(trainer: Trainer, before: Reading, steps: Sequence[Step]) -> None:
-    """Raises ValueError if the caller changed an input (see `_read`) between the steps of a unit."""
+    """Raise ValueError if the caller changed an input (see `_read`) between the steps of a unit."""
     if change := _describe(trainer, _changes(before, _read(trainer))):
         last = steps[-1].number
         raise ValueError(
@@ -282,7 +284,7 @@ def _check_unchanged(trainer: Trainer, before: Reading, steps: Sequence[Step]) -
 
 @contextmanager
 def _watched(trainer: Trainer) -> Iterator[list[bool]]:
-    """Yields a list, to which each call of the trainer's loss appends True if the loss drew random numbers."""
+    """Yields a list with an entry for each call of the trainer's loss: True if the call drew random numbers."""
     state = torch.cuda.get_rng_state if trainer.device.type == "cuda" else torch.get_rng_state
     draws, loss = list[bool](), trainer.loss
 

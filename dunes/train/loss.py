@@ -1,8 +1,8 @@
 """Losses for a Trainer: `loss(model, batch) -> (sum, count)`, never a mean.
 
 Sums and counts of unequal micro-batches can be added, but means cannot; with sums, gradient accumulation over
-several micro-batches equals one large batch. A third element may contain metrics: named pairs (sum, count) of
-scalars or vectors, which are added in the same way.
+several micro-batches equals one large batch. The result may have a third element with metrics: pairs (sum, count)
+of scalars or vectors, by name. Metrics are added in the same way.
 """
 
 # Shapes: B batch, T tokens, V vocabulary.
@@ -25,8 +25,8 @@ Loss = Callable[[nn.Module, Any], tuple[Tensor, Tensor] | tuple[Tensor, Tensor, 
 def next_token(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     """Summed cross entropy in nats and the number of trained tokens.
 
-    The batch is one of: windows of ids (B, T + 1); (ids, targets), each (B, T), with IGNORE where a position has
-    no target; (ids, targets, positions), with positions for packed documents.
+    The batch is a tensor of windows of ids (B, T + 1), or a tuple (ids, targets) or (ids, targets, positions) of
+    tensors (B, T). A position without a target has the target IGNORE. Packed documents need positions.
     """
     parts = (batch[:, :-1], batch[:, 1:]) if isinstance(batch, Tensor) else batch
     ids, targets, *positions = parts
@@ -34,7 +34,7 @@ def next_token(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
 
 
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Summed cross entropy of class scores `model(x)` (B, classes) for labels y (B,), and the label count.
+    """Summed cross entropy of class scores `model(x)` (B, classes) for labels y (B,), and the number of labels.
 
     Raises ValueError if y contains class probabilities, because their elements would be counted as labels.
     """
@@ -78,7 +78,7 @@ def next_token_loss(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> LossS
 
 @contextmanager
 def _without_dropout(model: nn.Module) -> Iterator[None]:
-    """Set the dropout probabilities of layers and of attention to 0, but not those of adapters."""
+    """Inside the `with` block, set all dropout probabilities to 0, except those of adapters."""
     names = {"p": nn.Dropout, "dropout": nn.Module}
     kept = [(m, name, getattr(m, name, None)) for m in model.modules() for name, kind in names.items()
             if isinstance(m, kind)]  # fmt: skip
@@ -102,16 +102,16 @@ def dpo_loss(
     """The summed DPO loss of pairs of answers, and the number of pairs. https://arxiv.org/abs/2305.18290
 
     The batch comes from `Batches`: ids, targets and positions, each (2B, T), and the reference model's
-    log-probabilities (2B,); rows alternate between chosen and rejected answers. The reward of an answer is `beta`
-    times the difference between its log-probability and the reference's; the margin is the difference of the
-    rewards, and the loss is -log sigmoid(margin). `label_smoothing` is the probability that a label is wrong
-    (conservative DPO, https://ericmitchell.ai/cdpo.pdf). With `length_normalized`, the log-probabilities are
-    divided by the number of the answer's targets (section 5 of https://arxiv.org/abs/2411.15124). A pair is not
-    counted if one of its answers has no target.
+    log-probabilities (2B,). Rows alternate between chosen and rejected answers. The reward of an answer is `beta`
+    times (log-probability - log-probability of the reference model). The margin of a pair is the chosen answer's
+    reward minus the rejected answer's reward; the loss is -log sigmoid(margin). `label_smoothing` is the
+    probability that a label is wrong (conservative DPO, https://ericmitchell.ai/cdpo.pdf). With
+    `length_normalized`, each log-probability is divided by the answer's number of targets (section 5 of
+    https://arxiv.org/abs/2411.15124). A pair is not counted if one of its answers has no target.
 
-    The metrics are means over pairs: `rewards_chosen`, `rewards_rejected`, `margin` (their difference) and
-    `accuracy` (the fraction of positive margins); and `chosen_loss`, in nats/token. Dropout of the model itself is
-    off, since its noise would be part of each margin; dropout of adapters stays.
+    The metrics `rewards_chosen`, `rewards_rejected`, `margin` and `accuracy` (the fraction of positive margins)
+    are means over pairs. The metric `chosen_loss` is in nats/token. The model's own dropout is off, since its
+    noise would be part of each margin; dropout of adapters stays on.
     """
     losses, counts, *_ = rows = _row_losses(model, batch)
     rewards = beta * (-losses - batch[3])
@@ -125,21 +125,21 @@ def dpo_loss(
 def orpo_loss(model: nn.Module, batch: Sequence[Tensor], beta: float = 0.1) -> LossSums:
     """The summed ORPO loss of pairs of answers, and the number of pairs. https://arxiv.org/abs/2403.07691
 
-    The batch is as in `dpo_loss`, without a reference. The odds of an answer are p / (1 - p), where p is the
-    exponential of its mean log-probability. The loss is the cross entropy of the chosen answer in nats/token,
-    minus `beta` times log sigmoid of the log odds ratio. Metrics, dropout and pairs without a target are as in
-    `dpo_loss`; the reward of an answer is `beta` times its mean log-probability.
+    The batch is as in `dpo_loss`, without the reference's log-probabilities. The odds of an answer are p / (1 -
+    p), where p is the exponential of its mean log-probability. The loss is the cross entropy of the chosen answer
+    in nats/token, minus `beta` times log sigmoid of the log odds ratio. Metrics, dropout and pairs without a
+    target are as in `dpo_loss`; the reward of an answer is `beta` times its mean log-probability.
     """
     losses, counts, *_ = rows = _row_losses(model, batch)
     loss = losses / counts.clamp(min=1)
-    logprobs = -loss.clamp(min=torch.finfo(loss.dtype).eps)  # the odds of a certain answer would be infinite
+    logprobs = -loss.clamp(min=torch.finfo(loss.dtype).eps)  # an answer with p = 1 would have infinite odds
     log_odds = logprobs - torch.log(-torch.expm1(logprobs))
     each = loss[::2] - beta * F.logsigmoid(log_odds[::2] - log_odds[1::2])
     return _pair_sums(each, beta * logprobs, rows)
 
 
 def _row_losses(model: nn.Module, batch: Sequence[Tensor]) -> RowLosses:
-    """The losses of the rows of a batch, without dropout of the model itself."""
+    """The losses of the rows of a batch, with the model's own dropout off."""
     ids, targets, positions, *_ = batch
     with _without_dropout(model):
         rows: RowLosses = model(ids, positions, targets=targets, by_row=True)
@@ -147,7 +147,8 @@ def _row_losses(model: nn.Module, batch: Sequence[Tensor]) -> RowLosses:
 
 
 def _pair_sums(each: Tensor, rewards: Tensor, rows: RowLosses) -> LossSums:
-    """The summed losses (B,) of pairs, their number, and the metrics of `dpo_loss`, for these rewards (2B,)."""
+    """The summed loss, the number of pairs, and the metrics of `dpo_loss`; `each` (B,) contains the losses of the
+    pairs."""
     losses, counts, auxiliary, metrics = rows
     real = (counts.view(-1, 2) > 0).all(1)
     chosen, rejected = rewards.view(-1, 2).masked_fill(~real[:, None], 0.0).unbind(1)

@@ -1,7 +1,8 @@
 """Functions that build a `torch.optim.Optimizer` for a model, with the model's parameter groups.
 
-Weight decay applies to matrices, not to vectors (norms, biases). Frozen parameters are left out. The functions
-raise ValueError if no parameter is trainable, and for rates that are negative or not finite.
+AdamW and Muon apply weight decay to matrices, not to vectors (norms, biases). Frozen parameters are in no group.
+The functions raise ValueError if no parameter is trainable, and for a learning rate, momentum or weight decay that
+is negative or not finite.
 
 A rule is a function of tensors that computes an update, so that a compiled step can contain it. A rule's arguments
 are a parameter, the gradient, the state, and the parameter group, whose "lr" may be a tensor. The rule returns the
@@ -30,8 +31,8 @@ Settings = Mapping[str, Any]
 Rule = Callable[[Tensor, Tensor, State, Settings], tuple[Tensor, State]]
 
 STACKED = 1 << 26
-"""Maximum number of elements in a batch of matrices that Muon updates, or gathers from several ranks; a batch has
-at least one matrix per rank."""
+"""Muon gathers matrices from all ranks, and updates them in batches of at most this many elements. A batch has at
+least one matrix per rank, even if this exceeds the maximum."""
 
 
 def adamw(
@@ -43,7 +44,7 @@ def adamw(
 
 
 def sgd(model: nn.Module, lr: float = 0.1, momentum: float = 0.0, decay: float = 0.0) -> Optimizer:
-    """Stochastic gradient descent with momentum."""
+    """Stochastic gradient descent with momentum; weight decay applies to all parameters."""
     _check("sgd", lr=lr, momentum=momentum, decay=decay)
     return torch.optim.SGD(_trainable(model).values(), lr, momentum, weight_decay=decay, fused=_fusable(model))
 
@@ -68,14 +69,14 @@ def muon(
 
     Hidden matrices are the matrices in blocks. A block is a module with children that is in a ModuleList, or in a
     Sequential together with other modules of its class. If the model has no blocks, all matrices except output
-    heads are hidden. Output heads are the linear layers whose output width is no other layer's input width;
-    if there is no such layer, the head is the last linear layer. Embeddings, and heads tied to them, are never
-    hidden. Names are not used, so a wrapped or compiled model is split in the same way. `muon_split` shows the
-    split.
+    heads are hidden. An output head is a linear layer whose output width is not the input width of any other
+    linear layer. If there is no such layer, the last linear layer is the head. Embeddings, and heads tied to them,
+    are never hidden. The split does not depend on names, so a wrapped or compiled model is split in the same way.
+    `muon_split` shows the split.
 
-    `where`, globs over parameter names (`["**layers.**", "!**.router.*"]`), selects the hidden matrices instead.
-    `products` is passed to `Muon`. Raises ValueError for rates that are negative or not finite, and if `where`
-    selects no matrix.
+    Instead, `where` can select the hidden matrices by globs over parameter names (`["**layers.**",
+    "!**.router.*"]`). `products` is the dtype of Muon's matrix products, as in `Muon`. Raises ValueError for an
+    invalid learning rate, momentum or decay, and if `where` selects no matrix.
     """
     _check("muon", lr=lr, adam_lr=adam_lr, momentum=momentum, decay=decay, adam_decay=adam_decay)
     matrices = _hidden_matrices(model, where)
@@ -119,7 +120,8 @@ def _hidden_matrices(model: nn.Module, where: tree.Where | None) -> set[Tensor]:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Modules with children, in a ModuleList, or in a Sequential that contains several modules of their class."""
+    """Blocks: modules with children, in a ModuleList or in a Sequential with several such modules of the same
+    class."""
     blocks = []
     for container in model.modules():
         parents = [m for m in container.children() if any(True for _ in m.children())]
@@ -132,9 +134,9 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _heads(model: nn.Module) -> list[nn.Module]:
-    """The output layers: linear layers whose output width is not the input width of another linear layer.
+    """The output heads: linear layers whose output width is not the input width of any other linear layer.
 
-    If no such layer exists, the result is the last linear layer.
+    If there is no such layer, the last linear layer is the head.
     """
     linears = list(tree.linears(model))
     widths = Counter(m.in_features for m in linears)
@@ -161,12 +163,13 @@ def _by_factor(group: Group, factors: Mapping[Tensor, float]) -> list[Group]:
 
 
 class Muon(Optimizer):
-    """`torch.optim.Muon` that orthogonalises matrices of equal shape together. https://arxiv.org/abs/2502.16982
+    """Like `torch.optim.Muon`, but orthogonalises matrices of equal shape together.
+    https://arxiv.org/abs/2502.16982
 
-    Tall matrices are transposed and batched with wide ones. The update equals PyTorch's up to bfloat16 rounding;
-    for small matrices, computing it takes a third of the time. `products` is the dtype of Muon's matrix products.
-    None selects bfloat16 if the device multiplies bfloat16 fast, else float32 (with AVX2 alone, bfloat16 has 0.9
-    GFLOP/s, float32 has 54).
+    Tall matrices are transposed and batched with wide ones. The update equals PyTorch's up to bfloat16 rounding.
+    For small matrices, the update takes a third of PyTorch's time. `products` is the dtype of Muon's matrix
+    products. None selects bfloat16 if the device multiplies bfloat16 fast, else float32. (A CPU with AVX2 but no
+    bfloat16 instructions reaches 0.9 GFLOP/s in bfloat16 and 54 in float32.)
     """
 
     def __init__(
@@ -209,7 +212,7 @@ class Muon(Optimizer):
 
 
 def _shared(wide: Tensor, dtype: torch.dtype) -> Tensor:
-    """Orthogonalised wide matrices (N, rows, columns); each rank computes some of the N matrices."""
+    """Orthogonalise wide matrices (N, rows, columns); the N matrices are divided among the ranks."""
     own = orthogonalise(wide[ranks.rank() :: ranks.count()], dtype=dtype)
     return ranks.gather_rows(own, len(wide))
 
@@ -246,8 +249,8 @@ class CombinedOptimizer(Optimizer):
         assert not groups, "the groups belong to the optimizers; Optimizer.__init__ sets an empty list"
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group to the last optimizer, which is AdamW in the result of `muon`."""
-        super().add_param_group(param_group)  # checks it against all groups
+        """Add a group to the last optimizer; the last optimizer of `muon` is AdamW."""
+        super().add_param_group(param_group)  # raises if a parameter is already in a group
         for last in self.optimizers[-1:]:
             last.add_param_group(param_group)
 
@@ -265,7 +268,7 @@ class CombinedOptimizer(Optimizer):
 
 
 def _check(optimizer: str, **rates: float) -> None:
-    """Raises ValueError for rates that are negative or not finite, and for a momentum of 1 or more."""
+    """Raise ValueError for settings that are negative or not finite, and for a momentum of 1 or more."""
     for name, rate in rates.items():
         if not 0 <= rate < (1 if name == "momentum" else math.inf):
             most = " to below 1" * (name == "momentum")
@@ -280,7 +283,7 @@ def _trainable(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _decayed(params: Collection[Tensor], decay: float) -> list[Group]:
-    """Parameter groups of the matrices, with decay, and of the vectors, without decay."""
+    """Two parameter groups: matrices with weight decay, and vectors without."""
     matrices, vectors = ([p for p in params if (p.dim() > 1) == matrix] for matrix in (True, False))
     groups: list[Group] = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
@@ -375,9 +378,10 @@ class NamedOptimizer(NamedTuple):
     """An optimizer that `dunes train --optimizer` accepts by name."""
 
     build: Callable[[nn.Module, float, float | None, torch.dtype], Optimizer]
-    """Called with the model, the learning rate, the weight decay or None, and the dtype of matrix products."""
+    """Function of (model, learning rate, weight decay (None: the default), dtype of matrix products)."""
     lr: tuple[float, float] | float = 1.0
-    """Default rates for new and for continued training, or a factor on AdamW's rate for the model's width."""
+    """Default learning rates of a new model and of continued training; a single number is a factor of `adamw_rate`
+    instead."""
     flops: Callable[[nn.Module], float] = lambda model: 0.0
     """FLOPs per step of the optimizer's matrix products."""
 

@@ -10,8 +10,8 @@ from torch.fx import Graph, Node
 
 aten = torch.ops.aten
 SMALL = 2**19
-"""Products of up to this many multiplications are faster in float32, even at the slowest rates measured
-(0.11 TFLOP/s in float32, 0.48 in bfloat16)."""
+"""Maximum number of multiplications of a product to compute in float32. Even at the lowest rates measured (0.11
+TFLOP/s in float32, 0.48 in bfloat16), such products are faster in float32."""
 
 
 class SmallProducts(CustomGraphPass):

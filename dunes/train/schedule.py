@@ -2,7 +2,7 @@
 
 The schedule is warm-up, constant rate, linear decay (https://arxiv.org/abs/2405.18392). A record contains the step
 at which the decay starts and the step at which the run ends. A run with a fixed number of steps has one record
-from the start; a run with a time limit gets records from a clock while it trains. The clock affects the learning
+from the start. In a run with a time limit, a clock adds records during training. The clock affects the learning
 rate only through these records and the length of the warm-up. So a resumed run with the same records and warm-up
 repeats the same rates.
 """
@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 PACED = 2
 """Number of steps after which the pace (seconds per step) is known."""
 WARMUP_SHARE = 5
-"""A warm-up is at most the total number of steps divided by this number."""
+"""The clock shortens the warm-up to at most 1 / WARMUP_SHARE of the expected steps."""
 MARGIN = 50
-"""The end is not corrected during the last 1 / MARGIN of the run's time."""
+"""During the last 1 / MARGIN of the run's time, the clock changes the planned end only when time is up."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """The learning rate decays from step `begin` and reaches its minimum after `end` steps."""
+    """The learning rate decays from step `begin` on, and is 0 after `end` steps, when the run ends."""
 
     begin: int
     end: int
@@ -28,7 +28,7 @@ class Record:
 
 @dataclass
 class Schedule:
-    """A factor on the learning rate for each step (0, 1, 2, ...), and the end of the run.
+    """The factor on the learning rate at each step (0, 1, 2, ...), and the end of the run.
 
     The factor rises linearly for `warmup` steps to 1, and at the end decays linearly to 0.
     """
@@ -38,7 +38,7 @@ class Schedule:
 
     @classmethod
     def steps(cls, total: int, warmup: int = 0, decay: float = 0.5) -> "Schedule":
-        """A schedule of `total` steps; the factor decays during the last fraction `decay` of them."""
+        """A schedule of `total` steps; the factor decays during the last `decay` * `total` steps."""
         return cls(warmup, [Record(total - round(total * decay), total)])
 
     def lr_scale(self, step: int) -> float:
@@ -75,9 +75,9 @@ class Clock:
     decay: float = 0.5
     begin: float = 0.0
     _since: tuple[int, float] | None = None
-    """Step and time since which the pace is measured: the end of the first step, or the last record.
+    """The pace is measured from this step and time on: the end of the first step, or the last record.
 
-    The first step is left out since it loads code.
+    The first step is not measured, since it loads code.
     """
 
     def update(self, step: int, elapsed: float) -> None:
@@ -96,7 +96,8 @@ class Clock:
             self._since = step, elapsed
 
     def _is_due(self, step: int, elapsed: float, first: int, start: float) -> bool:
-        """True if the decay starts, if half of the remaining time or steps has passed, or if time is up."""
+        """True if a record is due: the decay starts, half of the remaining time or steps has passed, or time is
+        up."""
         records, left = self.schedule.records, self.seconds - elapsed
         if not records:
             return elapsed - self.begin >= (1 - self.decay) * (self.seconds - self.begin)

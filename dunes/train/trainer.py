@@ -46,7 +46,7 @@ class Step:
 
 
 class Diverged(RuntimeError):
-    """Raised when too many steps in a row were skipped; the weights are as before these steps."""
+    """Raised when too many steps in a row were skipped; the skipped steps did not change the weights."""
 
 
 class Trainer:
@@ -54,19 +54,19 @@ class Trainer:
 
     `loss(model, batch)` returns (sum, count): the sum is a tensor of one element, the count a tensor of one
     element or a number. An optional third element maps names to metrics: pairs (sum, count) of scalars or of
-    vectors, whose means are in `Step.metrics`. Gradients of `accumulate` batches are added, divided once by the
+    vectors. `Step.metrics` contains their means. Gradients of `accumulate` batches are added, divided once by the
     total count, then clipped to the norm `clip`. `lr_scale(step)` is a factor on the learning rates of the
     optimizer's groups during that step. Between steps, the groups' rates are unscaled, so PyTorch's schedulers and
     `group["lr"] = x` can be used in the loop body. `seed` seeds all randomness inside a step; random numbers drawn
-    between steps do not affect it. Gradients are computed for the parameters of the model, of the optimizer, and
-    of a loss that is a module. A UserWarning lists, once, parameters that have a gradient but are in no group of
-    the optimizer. A step whose loss or gradient is not finite, or whose count is 0, changes no weight and is
-    marked as skipped; after `patience` such steps in a row, Diverged is raised. In steps that are not skipped, the
-    modules' methods `before_step` and `after_step` are called before and after the update. For example,
-    `after_step` may apply a mask to weights again. With several ranks of torch.distributed, the model must be
-    sharded by `fully_shard`, sums and counts are over the batches of all ranks, and gradients are synchronised
-    with the last batch of a step. Raises ValueError for invalid settings and for a model without parameters. `run`
-    raises ValueError for an invalid loss, learning rate or `lr_scale`.
+    between steps do not affect a step. Gradients are computed for the parameters of the model, of the optimizer,
+    and of a loss that is a module. If parameters have a gradient but are in no group of the optimizer, a
+    UserWarning lists them once. If a step's loss or gradient is not finite, or its count is 0, the step changes no
+    weight and is marked as skipped. After `patience` skipped steps in a row, Diverged is raised. Unless a step is
+    skipped, the modules' methods `before_step` and `after_step` are called before and after the update. For
+    example, `after_step` may mask pruned weights again. With several ranks of torch.distributed, the model must be
+    sharded by `fully_shard`. Sums and counts are then over the batches of all ranks. Gradients are synchronised
+    once per step, in the backward pass of its last batch. Raises ValueError for invalid settings and for a model
+    without parameters. `run` raises ValueError for an invalid loss, learning rate or `lr_scale`.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Trainer:
         self.accumulate, self.clip, self.dtype = accumulate, clip, dtype
         self.seed, self.patience, self.number, self.bad_steps = seed, patience, 0, 0
         self.deterministic = False
-        """If True, operations in forward and backward use their deterministic algorithm if they have one."""
+        """If True, forward and backward passes use deterministic algorithms where PyTorch has them."""
         self._warned: set[Tensor] = set()
         self.learning_rates()
         parameter = next(model.parameters(), None)
@@ -114,10 +114,11 @@ class Trainer:
         return [float(lr) for lr in rates]
 
     def parameters(self) -> list[Tensor]:
-        """All parameters of the model, of a loss that is a module, and of the optimizer's groups; each once."""
+        """All parameters of the model, of a loss that is a module, and of the optimizer's groups, without
+        duplicates."""
         groups = (group["params"] for group in self.optimizer.param_groups)
         every = chain(*(m.parameters() for m in self._modules().values()), *groups)
-        return [*{id(p): p for p in every}.values()]  # by id: a tensor's own hash takes longer
+        return [*{id(p): p for p in every}.values()]  # `id` is faster than a tensor's hash
 
     def buffers(self) -> list[Tensor]:
         """The buffers that a step may change, in the model and in a loss that is a module."""
@@ -126,7 +127,7 @@ class Trainer:
     def _modules(self) -> dict[str, nn.Module]:
         loss: Any = self.loss
         while not isinstance(loss, nn.Module) and (part := getattr(loss, "func", getattr(loss, "__self__", None))):
-            loss = part  # `loss` is a partial or a method of a module
+            loss = part  # from a partial to its function, from a bound method to its object
         modules = {"": self.model, "loss": loss}
         return {name: m for name, m in modules.items() if isinstance(m, nn.Module)}
 
@@ -138,7 +139,7 @@ class Trainer:
     def run(self, batches: Iterable[Any]) -> Iterator[Step]:
         """Train on the batches; yields a `Step` after each step.
 
-        If fewer than `accumulate` batches remain at the end, they are dropped.
+        The last batches are dropped if they are fewer than `accumulate`.
         """
         share_cores()
         stream = iter(batches)
@@ -153,7 +154,7 @@ class Trainer:
             self.raise_if_diverged(step)
 
     def raise_if_diverged(self, step: Step) -> None:
-        """Raises Diverged if `patience` or more steps in a row, up to this one, were skipped."""
+        """Raise Diverged if at least `patience` steps in a row were skipped; `step` is the last of these steps."""
         if self.bad_steps >= self.patience:
             why = "loss or gradient was not finite" if step.count else "the count of targets was 0 or not finite"
             raise Diverged(
@@ -194,7 +195,8 @@ class Trainer:
         return Step(number, loss, targets, norm, scale, not finite, seconds, metrics)
 
     def update(self, scale: float = 1.0) -> None:
-        """Call `before_step`, apply the gradients at `scale` times the groups' rates, then call `after_step`."""
+        """Call `before_step`, apply the gradients with learning rates multiplied by `scale`, then call
+        `after_step`."""
         self._call("before_step")
         with _scaled_rates(self.optimizer, scale):
             self.optimizer.step()
@@ -313,7 +315,8 @@ class Trainer:
         return f"Trainer({model} parameters, {optimizer}, {dtype}, after step {self.number})"
 
     def state_dict(self) -> dict[str, Any]:
-        """The training state without the weights: the optimizer's state and rates, and two counters."""
+        """The training state without the weights: the optimizer's state dict, and the numbers of steps and of
+        skipped steps in a row."""
         counters = {"number": self.number, "bad": self.bad_steps}
         return {"format": FORMAT, **counters, "optimizer": self.optimizer.state_dict()}
 
@@ -339,12 +342,13 @@ def _scaled_rates(optimizer: Optimizer, scale: float) -> Iterator[None]:
         yield
     finally:
         for group, lr, scaled in rates:
-            if group["lr"] is scaled:  # else a hook of the optimizer changed the rate
+            if group["lr"] is scaled:  # otherwise, a hook of the optimizer changed the rate
                 group["lr"] = lr
 
 
 def mutable_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers that training may change, by name. A module can restrict its buffers by a list `mutable_buffers`."""
+    """Buffers that training may change, by name. A module's attribute `mutable_buffers`, if any, lists the buffers
+    that training may change."""
     buffers: dict[str, Tensor] = {}
     for place, module in model.named_modules():
         named, mutable = module.named_buffers(place, recurse=False), getattr(module, "mutable_buffers", None)
@@ -353,12 +357,12 @@ def mutable_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def cast_frozen(model: nn.Module, dtype: torch.dtype) -> int:
-    """Cast frozen linear layers once to the dtype that autocast would use for them; returns their number.
+    """Cast frozen linear layers to `dtype`, the dtype of autocast; returns the number of cast layers.
 
     Training under autocast gives the same results as without the cast, bit for bit. The weights are rounded in
-    place, so compute a digest of the base or save the base before. In a quantized layer, only the dtype of its
-    dequantized weight changes. Trainable weights are not changed. Norms and embeddings are cast only if `dtype` is
-    float32, since a forward pass without autocast needs a single dtype.
+    place; if the original weights are needed, save them or compute their digest before. A quantized layer keeps
+    its codes; only the dtype to which it dequantizes changes. Trainable weights are not changed. Norms and
+    embeddings are cast only if `dtype` is float32, since a forward pass without autocast needs a single dtype.
     """
     count = 0
     if dtype == torch.float32:
@@ -381,7 +385,8 @@ def cast_frozen(model: nn.Module, dtype: torch.dtype) -> int:
 
 
 def _grad_values(p: Tensor) -> Tensor:
-    """The values of a parameter's gradient; for a sparse gradient (of some embeddings), its coalesced values."""
+    """The values of a parameter's gradient; for a sparse gradient (nn.Embedding with sparse=True), the coalesced
+    values."""
     assert p.grad is not None, "a parameter with a gradient"
     if not p.grad.is_sparse:
         return p.grad
@@ -424,9 +429,9 @@ def loss_pairs(result: Any) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def _to_device(batch: Any, device: torch.device) -> Any:
-    """The batch on the device. Moves tensors, objects with a method `to`, and containers of these.
+    """Move a batch to the device: a tensor, an object with a method `to`, or a container of tensors and objects.
 
-    Containers are tuples, lists, mappings and dataclasses.
+    A container is a tuple, list, mapping or dataclass.
     """
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
@@ -452,7 +457,7 @@ def _to_device(batch: Any, device: torch.device) -> Any:
 def deterministic_algorithms() -> Iterator[None]:
     """Use deterministic algorithms inside the `with` block, and restore the caller's setting afterwards.
 
-    An operation without a deterministic algorithm warns, or raises an error if the caller enabled errors.
+    An operation without a deterministic algorithm warns; if the caller enabled errors, the operation raises one.
     """
     if torch.are_deterministic_algorithms_enabled():  # the caller may have enabled errors
         yield

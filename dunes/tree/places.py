@@ -1,9 +1,10 @@
 """Find, replace, insert, remove, freeze, move and count the modules of any `nn.Module`.
 
-A *place* is a module's dotted name without wrappers. A wrapper is a module with a child `.base` (such as LoRA), or
-the result of `torch.compile`; so `blocks.3.attn.q` is the same place with and without a wrapper. A module used at
-several places has several names. Places are selected by globs, since globs can be saved to a file, unlike
-functions. `*` matches within one segment, `**` across segments, `!` excludes, and the last matching glob decides.
+A *place* is a module's dotted name without the names that wrappers add. A wrapper is a module with a child `.base`
+(such as LoRA), or the result of `torch.compile`. So `blocks.3.attn.q` is the same place with and without a
+wrapper. A module used at several places has several names. Places are selected by globs, since globs can be saved
+to a file, unlike functions. `*` matches within one segment, `**` across segments, `!` excludes, and the last
+matching glob decides.
 """
 
 import re
@@ -24,7 +25,7 @@ COMPILED = "_orig_mod"
 
 
 class Place(NamedTuple):
-    """A module in a network: `module` is `parent.key`, and `name` is its dotted name without wrappers."""
+    """A module in a network: the child `key` of `parent`. `name` is its dotted name without wrappers."""
 
     name: str
     module: nn.Module
@@ -48,7 +49,7 @@ def is_dense(module: object) -> TypeGuard[nn.Linear]:
 
 
 def linears(module: nn.Module) -> Iterator[nn.Module]:
-    """The linear layers in a module, with their wrappers. A base with child modules is no linear layer."""
+    """The linear layers in a module, with wrappers. Layers whose innermost module has children do not count."""
     if linear(module) and not any(True for _ in innermost(module).children()):
         yield module
     else:
@@ -78,7 +79,7 @@ def _pattern(glob: str) -> re.Pattern[str]:
 
 
 def places(model: nn.Module, prefix: str = "") -> Iterator[Place]:
-    """All places below `model`, parents before children; a wrapped place has the outermost wrapper as `module`."""
+    """All places below `model`, parents first. For a wrapped module, `module` is the outermost wrapper."""
     model = uncompiled(model)
     for key, module in model._modules.items():  # named_children omits repeated modules
         if module is not None:
@@ -98,7 +99,7 @@ def _innermost(module: nn.Module, parent: nn.Module, key: str) -> tuple[nn.Modul
 
 
 def _child(module: nn.Module, name: str) -> nn.Module | None:
-    """The child of this name, or None. Avoids getattr, which some networks forward to an inner module."""
+    """The child of this name, or None. Does not use getattr, which some networks forward to an inner module."""
     children = module._modules
     return children[name] if name in children else None  # noqa: SIM401  (a ScriptModule's children have no get)
 
@@ -129,9 +130,9 @@ def replace(
 ) -> list[str]:
     """Replace each selected `module` by `make(module)`, and return the names of the places.
 
-    `reach` selects the module of a wrapped place: the outermost wrapper, or the innermost base, which has the
-    weights. A module at several selected places is replaced by one module. Raises ValueError if nothing is
-    selected, and for parts of a ScriptModule.
+    If a module is wrapped, `reach` selects what to replace: "outer" is the outermost wrapper, and "inner" is the
+    innermost base, which has the weights. For a module at several selected places, `make` is called once. Raises
+    ValueError if nothing is selected, and for parts of a ScriptModule.
     """
     targets = find(model, where)
     if reach == "inner":
@@ -152,8 +153,8 @@ def replace(
 def insert(model: nn.Module, where: str, index: int, module: nn.Module) -> str:
     """Insert the module before entry `index` of the ModuleList at `where`, and return its place.
 
-    Later entries are renumbered, and so are the names of their tensors. Raises ValueError unless `where` selects a
-    single ModuleList, `index` is from 0 to its length, and the model does not have the module yet.
+    Later entries and their tensors get new names, with an index higher by 1. Raises ValueError unless `where`
+    selects a single ModuleList, `index` is from 0 to its length, and the model does not have the module yet.
     """
     place, *rest = find(model, where, lambda m: isinstance(innermost(m), nn.ModuleList))
     entries = cast(nn.ModuleList, innermost(place.module))
@@ -185,7 +186,7 @@ def _entries(model: nn.Module, where: Where) -> list[Place]:
 
 
 def freeze(model: nn.Module, where: Where = "**") -> list[str]:
-    """Set requires_grad=False on the parameters whose dotted names are selected, and return those names.
+    """Set requires_grad=False on the parameters whose dotted names are selected, and return the names.
 
     A tied parameter is selected by its first name.
     """
@@ -198,9 +199,9 @@ def freeze(model: nn.Module, where: Where = "**") -> list[str]:
 
 
 def count(model: nn.Module, trainable: bool = False) -> int:
-    """Number of parameters; a shared parameter counts once. Unless `trainable`, quantized weights are included.
+    """Number of parameters, or only of the trainable ones with `trainable`; a shared parameter counts once.
 
-    Raises ValueError for parameters without a shape yet.
+    Without `trainable`, quantized weights count, too. Raises ValueError for parameters without a shape yet.
     """
     require_shapes(model)
     dense = sum(p.numel() for p in model.parameters() if p.requires_grad or not trainable)

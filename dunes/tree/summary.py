@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Layer:
-    """Figures of a module including its submodules; `name` is the module's dotted name, "" for the network.
+    """Counts and sizes of a module including its submodules; `name` is the module's dotted name, "" for the
+    network.
 
     `bytes` is the size of parameters and buffers. `flops` counts matrix products and convolutions in a forward
     pass; `kept` is the number of bytes saved for backward, including the output. Without an example, `calls`,
@@ -49,10 +50,11 @@ class Layer:
 def layers(model: nn.Module, *example: Any, **keywords: Any) -> list[Layer]:
     """A `Layer` for each module, parents first; shapes, FLOPs and memory are from `model(*example, **keywords)`.
 
-    The example runs in evaluation mode on a copy of the network with fake tensors, which takes no time or memory.
-    If the network cannot be copied or its shapes depend on values, the network itself runs once. FLOPs are counted
-    by FlopCounterMode, which ignores matrix products in quantized layers and packed experts. Raises ValueError,
-    naming the place, for an example that does not fit, and for parameters without a shape yet.
+    The example runs in evaluation mode on a copy of the network with fake tensors, which have shapes but no
+    values. If the network cannot be copied, or if shapes depend on values, the network itself runs once. FLOPs are
+    counted by FlopCounterMode, which ignores matrix products in quantized layers and packed experts. Raises
+    ValueError if the forward fails on the example, with the name of the innermost running module. Also raises
+    ValueError for lazy parameters, which have no shape yet.
     """
     model = uncompiled(model)
     require_shapes(model)
@@ -76,7 +78,7 @@ def _layer(name: str, module: nn.Module, totals: Mapping[str, Any]) -> Layer:
     tensors = {id(t): t for t in (*module.parameters(), *module.buffers())}
     size = sum(t.nbytes for t in tensors.values())
     container = getattr(type(module), "forward", None) is nn.Module.forward
-    container |= isinstance(module, torch.jit.ScriptModule)  # its calls cannot be recorded
+    container |= isinstance(module, torch.jit.ScriptModule)  # a ScriptModule's calls cannot be recorded
     return Layer(name, _type(module), count(module), size, container, **totals)
 
 
@@ -88,10 +90,10 @@ def _type(module: nn.Module) -> str:
 
 
 def _run(model: nn.Module, example: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, _Run]:
-    """Run the example on a copy with fake tensors, or if that fails, on the network; returns totals by module."""
+    """Run the example on a copy with fake tensors, or on the network if this fails; returns totals by module."""
     from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
-    with suppress(Exception):  # a copy may raise any error, and a forward may need values
+    with suppress(Exception):  # copying may raise any error, and a forward may need the tensors' values
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with FakeCopyMode(fake):
             copy = deepcopy(model)
@@ -126,7 +128,7 @@ def _forward(
 def _without_values(fake: "FakeTensorMode | None") -> Iterator[None]:
     """With `fake`, run the body on fake tensors, and without fused LSTM kernels, which hide FLOPs."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "TF32 acceleration")  # setting a flag warns about other hardware
+        warnings.filterwarnings("ignore", "TF32 acceleration")  # setting mkldnn flags warns about TF32 hardware
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         with nullcontext() if fake is None else torch.backends.mkldnn.flags(enabled=False), fake or nullcontext():
             yield
@@ -165,7 +167,7 @@ class _Recorder:
         self.runs[name].outputs = self.runs[name].outputs or _shapes(output)
 
     def keep(self, live: Iterable[measure.Allocation]) -> None:
-        """Add the size of each live allocation to `kept` of the allocating module and of its parents."""
+        """Add the size of each live allocation to `kept` of the module that made it, and of its parents."""
         for allocation in live:
             if allocation.kind == "parameters":
                 continue

@@ -23,19 +23,20 @@ from dunes.measure.allocations import in_backward
 from dunes.tree.places import Where, find
 
 Forward = Callable[[str, Any], object]
-"""Called with the name of a module and its output."""
+"""A function that is called with the name of a module and the module's output."""
 Backward = Callable[[str, str, Tensor], object]
-"""Called with a module's name, the path of a tensor in its output ("" for a plain tensor), and its gradient."""
+"""A function that is called with a module's name, the path of a tensor in the output, and the tensor's gradient.
+The path is "" for a plain tensor."""
 
 
 @contextmanager
 def hooks(
     model: nn.Module, where: Where = "**", forward: Forward | None = None, backward: Backward | None = None
 ) -> Iterator[None]:
-    """Call `forward` with each output of the selected modules, and `backward` with each gradient of an output.
+    """Call `forward` with each output of the selected modules, and `backward` with the gradient of each output.
 
-    The recomputation of a checkpointed module in backward does not count as a call. All hooks on modules and
-    tensors are removed afterwards, even if the body raises. Compiled modules run uncompiled in the context.
+    The recomputation of a checkpointed module in backward does not count as a call. The added hooks are removed
+    from modules and tensors afterwards, even if the body raises. Compiled modules run uncompiled in the context.
     Raises ValueError if nothing is selected, and for parts of a ScriptModule, which call no hooks.
     """
     active, handles = True, list[RemovableHandle]()
@@ -60,7 +61,7 @@ def hooks(
                     f"{place.name} is a ScriptModule, whose parts call no hooks; watch the module it was made from"
                 )
             handles.append(place.module.register_forward_hook(partial(see, place.name)))
-        # Importing the compiler takes seconds.
+        # If the compiler is not loaded, no module is compiled; loading it takes seconds.
         with torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext():
             yield
     finally:
@@ -70,7 +71,7 @@ def hooks(
 
 
 def tensors_of(output: Any) -> list[tuple[str, Tensor]]:
-    """The floating-point tensors in an output, each with its path: "" for a plain tensor, "[0]", "['x']"."""
+    """The floating-point tensors in an output, each with its path: "" for a plain tensor, else like "[0]"."""
     leaves, _ = tree_flatten_with_path(output)
     return [(keystr(path), leaf) for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
@@ -135,7 +136,7 @@ class Statistics:
 
 @dataclass
 class ModuleStatistics:
-    """Statistics of a module's outputs and of the gradients with respect to them, over all of its calls."""
+    """Statistics of a module's outputs, and of the gradients with respect to these outputs, over all calls."""
 
     calls: int = 0
     output: Statistics = field(default_factory=Statistics)
@@ -146,10 +147,10 @@ class ModuleStatistics:
 def statistics(model: nn.Module, where: Where = "**") -> Iterator[dict[str, ModuleStatistics]]:
     """Collect statistics of outputs and gradients: `with statistics(model) as of: loss(model(x)).backward()`.
 
-    Read a figure with `of["fc1"].gradient.std`. A module with several outputs has an entry for each output, such
-    as `lstm[0]`. A module at several places is listed under its first place. Modules that were not called are
-    added at the end. Memory does not grow with the number of calls. Each call waits for the device. Raises
-    ValueError like `hooks`.
+    For example, `of["fc1"].gradient.std` is the standard deviation of the loss's gradient with respect to the
+    output of `fc1`. A module with several outputs has an entry for each output, such as `lstm[0]`. A module at
+    several places is listed under its first place. Modules that were not called are added at the end. Memory does
+    not grow with the number of calls. Each call synchronizes with the device. Raises ValueError like `hooks`.
     """
     first: dict[int, str] = {}
     for place in find(model, where):

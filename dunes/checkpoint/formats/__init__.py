@@ -14,13 +14,13 @@ Blocks = Literal["q8_0", "q4_0"]
 
 
 class Format(NamedTuple):
-    """A format that `dunes export --to NAME` writes, in the module of this name with _ in place of -.
+    """A format that `dunes export --to NAME` writes. The format's module is called NAME, with _ in place of -.
 
     If `dense` is true, the module has `write(out, architecture, weights, tokenizer, dtype)`. `weights` are dense
     lazy tensors by the model's names, with the active adapter merged, and `out` is a new file with this `suffix`.
-    Modules of other formats have `write(folder, out, dtype)`, and if `network` is true also `write_network(folder,
-    out, sizes)` for networks that are no language models. All these functions return text for the user. If the
-    dtype cannot be chosen, `no_dtype` is the reason, and `write` has no argument `dtype`.
+    Modules of other formats have `write(folder, out, dtype)`. If `network` is true, the module also has
+    `write_network(folder, out, sizes)`, for networks that are no language models. All these functions return text
+    for the user. If users cannot choose the dtype, `no_dtype` is the reason, and `write` has no argument `dtype`.
     """
 
     about: str
@@ -38,7 +38,7 @@ FORMATS = {
     "cpp": Format("a folder for C and C++ without Python", network=True),
     "onnx": Format("without a cache", suffix=".onnx", network=True, no_dtype="weights are written in float32"),
 }
-"""Formats by name. hf has no entry: `dunes export --to hf` calls `convert`, or merges and dequantizes."""
+"""Formats by name. `hf` has no entry, since `dunes export --to hf` calls `convert` or `export`."""
 
 
 def check_choice(to: str, dtype: str | None) -> None:

@@ -52,16 +52,16 @@ from dunes.units import plural
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 PREFIX = "base_model.model."
 PARAMETERS = {name: spec for cls in lora.VARIANTS.values() for name, spec in cls.PARAMETERS.items()}
-"""Tensors of all LoRA variants by name, each with its dimensions and its name in PEFT's files."""
+"""Tensors of all LoRA variants by name: the dimensions, such as (R, I), and the name in PEFT's files."""
 SETTINGS = {cls.PEFT_SETTING: name for name, cls in lora.VARIANTS.items() if cls.PEFT_SETTING}
-"""The variant that each setting of PEFT's adapter_config.json selects."""
+"""Maps settings of PEFT's adapter_config.json, such as `use_dora`, to LoRA variants."""
 
 
 @dataclass(frozen=True)
 class AdapterBase:
     """The base of a model's adapters: linear layers and embeddings by name, and PEFT's targets by weight name.
 
-    `settings` is the config.json of the model without adapters, with quantized layers replaced by linear layers.
+    `settings` is the base's config.json; in it, quantized layers count as dense layers.
     """
 
     family: str
@@ -71,7 +71,8 @@ class AdapterBase:
 
 
 def adapter_base_of(model: nn.Module, family: str | None = None) -> AdapterBase:
-    """The base of a model's adapters. `family` sets the names of matrices (default: the family of the modules).
+    """The base of a model's adapters. `family` names the family whose tensor names are used (default: the family
+    that the modules match).
 
     Raises ValueError if no Hugging Face config describes the base.
     """
@@ -111,16 +112,16 @@ def save_adapter(
     facts: Mapping[str, Any] | None = None,
     family: str | None = None,
 ) -> None:
-    """Write a model's adapter to a folder; `base` is the folder or Hub name of the model that it was trained on.
+    """Write a model's adapter to a folder; `base` is the folder or Hub name of the adapter's base model.
 
-    `identity` is the model's `base_identity` before its weights were rounded; for quantized weights, it is
-    `before | after`, the union of the `base_identity` before and after quantization. Tokenizer and context length
-    are saved for use with the adapter. `family` is the family of the base's files, if the modules are of another
-    family (the modules of "phi3" are LLaMA's). `facts` go into the card; their "changes" are records of earlier
-    changes to the base, which loading repeats. PiSSA is written as plain LoRA of twice the rank, for the original
-    base. If `name` is None, only a reference to the base is written, and loading the folder loads the base. The
-    save is atomic, as in `save`. Raises ValueError, naming the module, for an adapter that PEFT's format cannot
-    express, and for a folder with a model that dunes did not save, which would hide the adapter.
+    `identity` is the model's `base_identity` before its weights were rounded; for quantized weights, it is `before
+    | after`, the union of the `base_identity` before and after quantization. Tokenizer and context length are
+    saved for use with the adapter. `family` is the family of the base's files, if the modules match another family
+    (a "phi3" model has LLaMA's modules). `facts` go into the card; their "changes" are records of earlier changes
+    to the base, which loading repeats. PiSSA is written as plain LoRA of twice the rank, for the original base. If
+    `name` is None, only a reference to the base is written, and loading the folder loads the base. The save is
+    atomic, as in `save`. Raises ValueError, naming the module, for an adapter that PEFT's format cannot express,
+    and for a folder with a model that dunes did not save, which would hide the adapter.
     """
     folder, adapter_base = Path(folder), adapter_base_of(model, family)
     factors, adapters = list[tuple[Target, Factors]](), list[Adapter]()
@@ -163,7 +164,7 @@ def peft_factors(
 ) -> list[tuple[Target, Factors]]:
     """An adapter's targets and factors in PEFT's layout; `family` as in `save_adapter`.
 
-    Raises ValueError for an adapter that `save_adapter` cannot write; call it before training.
+    Call this function before training, since it raises ValueError for an adapter that `save_adapter` cannot write.
     """
     base = adapter_base_of(model, family)
     modules = lora.adapted_modules(model, name)
@@ -227,7 +228,7 @@ def _peft_config(
 ) -> dict[str, Any]:
     """The content of adapter_config.json.
 
-    `target_modules` has only the last part of a name if all modules whose names end in it are adapted. `r` and
+    `target_modules` lists "q_proj" instead of complete names if every module called `q_proj` is adapted. `r` and
     `lora_alpha` are the most common values; modules with other values are listed in `rank_pattern` and
     `alpha_pattern`.
     """
@@ -249,7 +250,7 @@ def _peft_config(
     pairs = [(ranks[path], alphas[path]) for path in ranks] or [(1, 1.0)]  # a reference has no factors
     usual = Counter(pairs).most_common(1)[0][0]
     others = [path for path in ranks if (ranks[path], alphas[path]) != usual]
-    # If experts are stacked, PEFT takes modules, but not parameters, with these names for parts of experts.
+    # With stacked experts, PEFT takes modules (but not parameters) with these names for parts of the experts.
     of_experts = any(t.path.endswith("experts.gate_up_proj") for t in base.targets.values())
     shared = {p for p in paths if of_experts and _leaf(p) in ("gate_proj", "up_proj", "down_proj")}
     if shared and any(f.others for _, f in factors):
@@ -257,7 +258,7 @@ def _peft_config(
             f"{min(shared)}: PEFT treats it as an expert's, which supports only plain LoRA; use plain LoRA"
         )
     names = {path: f"{path}.weight" if path in shared else path for path in others}
-    # Older versions match a pattern only after a dot.
+    # Older versions of PEFT match a pattern only after a dot.
     patterns = {path: re.escape(name.partition(".")[2] or name) for path, name in names.items()}
     return {
         "peft_type": "LORA",
@@ -288,12 +289,13 @@ def _divisor(rank: int, rslora: bool) -> float:
 
 
 def load_adapter(model: nn.Module, folder: Path | str, name: str = lora.NAME, any_base: bool = False) -> Change:
-    """Load an adapter from a folder, activate it under this name, and return the change.
+    """Load an adapter from a folder, activate it under this name, and return the record of this change to the
+    model.
 
     Raises ValueError, before the model is changed, for a damaged file, an unsupported method, an unexpected
-    tensor, and a shape or rank that does not fit. Unless `any_base` is set, also raises ValueError if the
-    adapter's base is another model or cannot be compared. Warns if the adapter has no digests of its base, for
-    example because PEFT wrote it.
+    tensor, and a shape or rank that does not fit. Also raises ValueError if the adapter's base is another model or
+    cannot be compared; `any_base` skips this check. Warns if the adapter has no digests of its base, for example
+    because PEFT wrote it.
     """
     folder = finish_save(Path(folder))
     if not any_base and (record := read_base_record(verified_card(folder), folder)) is not None:
@@ -316,7 +318,9 @@ def attach_adapter(model: nn.Module, folder: Path, name: str = lora.NAME, any_ba
 
 
 def is_reference(card: Mapping[str, Any]) -> bool:
-    """True if a card records only a reference to a base, as `save_adapter` writes it if `name` is None."""
+    """True if a card names a base, but the folder has no adapter; `save_adapter` with `name=None` writes such a
+    folder.
+    """
     return "adapter" in card and card["adapter"] is None
 
 
@@ -376,7 +380,7 @@ KNOWN_SETTINGS = {
     *("loftq_config", "lora_ga_config", "megatron_core", "peft_version", "qalora_group_size", "revision"),
     *("runtime_config", "target_modules", "target_parameters", "task_type"),
 }
-"""Settings that are read, settings of training only, and settings that the tensors' names and shapes imply."""
+"""Accepted settings: they are read, affect only training, or follow from the tensors' names and shapes."""
 PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "true", "false")
 """Values of `init_lora_weights` that do not change the base."""
 
@@ -412,7 +416,9 @@ def _read_patterns(key: str, config: Mapping[str, Any], number: type[int] | type
 
 
 def _target_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The suffixes listed in `target_modules`; empty if it is no list, or if other settings exclude modules."""
+    """The suffixes listed in `target_modules`; empty if `target_modules` is no list, or if other settings exclude
+    modules.
+    """
     modules = config.get("target_modules")
     narrowed = [config.get(k) for k in ("exclude_modules", "layers_to_transform", "layers_pattern")]
     if not isinstance(modules, list) or any(setting not in (None, []) for setting in narrowed):
@@ -426,7 +432,7 @@ def _matches(pattern: str, path: str) -> bool:
 
 
 def check_settings(base: AdapterBase, card: Mapping[str, Any], folder: Path) -> None:
-    """Raise ValueError if the card (absent in PEFT's folders) records a config.json that is not the base's."""
+    """Raise ValueError if the card's config.json differs from the base's; PEFT's folders have no card."""
     recorded = (card.get("base") or {"config": base.settings}).get("config")
     before, now = (recorded if isinstance(recorded, dict) else {}), base.settings
     if differing := [key for key in (*before, *now) if before.get(key) != now.get(key)]:
@@ -439,7 +445,7 @@ def check_settings(base: AdapterBase, card: Mapping[str, Any], folder: Path) -> 
 
 _NAMES = [(key, name) for table in (PARAMETERS, EmbeddingAdapter.PARAMETERS) for name, (_, key) in table.items()]
 PARTS = {"base_layer.weight": "base", **dict(_NAMES), **{f"{key}.weight": name for key, name in _NAMES}}
-"""Parts of an adapter by the end of their names in files; some versions of PEFT append `.weight`."""
+"""The part of an adapter, by the end of its tensor's name in a file; some versions of PEFT append `.weight`."""
 
 
 def _group_tensors(folder: Path) -> dict[str, dict[str, LazyTensor]]:
@@ -458,7 +464,7 @@ def _group_tensors(folder: Path) -> dict[str, dict[str, LazyTensor]]:
 
 
 def _read_factors(folder: Path, peft: PeftConfig, base: AdapterBase) -> dict[str, Factors]:
-    """Factors of each module, from the adapter's file. Raises ValueError, naming a tensor that does not fit."""
+    """Factors of each module, from the adapter's file. Raises ValueError for a tensor that does not fit."""
     factors, adapted = dict[str, Factors](), set[str]()
     expected = peft.variant.PARAMETERS.keys()
     for module, group in _group_tensors(folder).items():
@@ -495,7 +501,7 @@ def _check_complete(folder: Path, peft: PeftConfig, adapted: set[str], targets: 
 
 
 def _find_target(folder: Path, module: str, group: Weights, base: AdapterBase) -> Target:
-    """The target of a module in the file; stacked experts are matched by shape, since their nesting varies."""
+    """The target that `module` names in the file. Stacked experts are found by shape, as PEFT's nesting varies."""
     path = module.removeprefix(PREFIX)
     if (plain := base.targets.get(f"{path}.weight")) is not None:
         return plain
@@ -511,7 +517,7 @@ def _find_target(folder: Path, module: str, group: Weights, base: AdapterBase) -
 
 
 def _misfits(target: Target, group: Weights, base: AdapterBase) -> list[str]:
-    """A line for each part whose shape does not fit the target and the rank of `A`, with both shapes."""
+    """A line for each part with an unexpected shape; the line has the actual and the expected shape."""
     inputs = sides(base.modules[target.modules[0]])[0]
     outputs = sum(sides(base.modules[module])[1] for module in target.rows[0])
     rank = group["A"].shape[0] if "A" in group and group["A"].shape else 0

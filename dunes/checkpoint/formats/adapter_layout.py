@@ -1,7 +1,8 @@
 """The layout of adapters in PEFT's files. https://huggingface.co/docs/peft/developer_guides/checkpoint
 
 One tensor of a checkpoint may correspond to several modules: GPT-2's c_attn is q, k and v concatenated, and recent
-files stack all experts of a layer. A *target* is a tensor of the base model's checkpoint, with its modules.
+files stack all experts of a layer. A *target* is a tensor of the base model's checkpoint, with the modules that it
+corresponds to.
 """
 
 # Shapes: I inputs, O outputs, R rank, E experts.
@@ -22,7 +23,7 @@ from dunes.models.names import Layout, Names, identity, parts_by_target
 class Factors:
     """Factors of the update `scale * B @ A`, with `A` (R, I) and `B` (O, R).
 
-    `others` has the tensors that a variant of LoRA trains beside these, such as DoRA's `magnitude` (O,).
+    `others` has tensors that a variant of LoRA trains beside `A` and `B`, such as DoRA's `magnitude` (O,).
     """
 
     A: Tensor
@@ -37,9 +38,10 @@ class Factors:
 
 @dataclass(frozen=True)
 class Target:
-    """A base weight, by its Hugging Face name. `rows` has the weight's modules, one row per expert if `stacked`.
+    """The base's tensor `weight` (a Hugging Face name). `rows` has the names of the modules whose weights this
+    tensor contains, one row per expert if `stacked`.
 
-    `load` and `save` convert the layout of the weight, as in `Name`.
+    As in `Name`, `load` converts the layout of the files to the modules' layout, and `save` converts it back.
     """
 
     weight: str
@@ -129,8 +131,8 @@ def _check_others(target: Target, factors: Mapping[str, Factors]) -> None:
 def _stack_row(parts: Sequence[Factors], scale: float) -> tuple[Tensor, Tensor]:
     """`A` and `B` for modules joined along their outputs.
 
-    If all modules have the same `A`, it is kept once and their `B`s are concatenated; otherwise the `A`s are
-    concatenated and `B` is block-diagonal.
+    If all modules have the same `A`, this `A` is kept once, and the `B`s are concatenated. Otherwise, the `A`s are
+    concatenated, and `B` is block-diagonal.
     """
     b = [p.B if p.scale == scale else p.B * (p.scale / scale) for p in parts]
     if not parts[0].A.is_meta and all(torch.equal(p.A, parts[0].A) for p in parts):
@@ -139,9 +141,10 @@ def _stack_row(parts: Sequence[Factors], scale: float) -> tuple[Tensor, Tensor]:
 
 
 def split_factors(target: Target, joined: Factors, modules: Mapping[str, nn.Module]) -> dict[str, Factors]:
-    """Factors of each module of a target, of limited rank; zero columns of `B` and their rows of `A` are dropped.
+    """Factors of each module of a target. Zero columns of `B` and the matching rows of `A` are dropped, and
+    `_limit_rank` is applied.
 
-    `modules` has the base's modules by name. A module whose `B` is zero is omitted, unless it has `others`.
+    `modules` has the base's modules by name. A module with a zero `B` and no `others` is omitted.
     """
     if len(target.modules) == 1:
         return {target.modules[0]: _limit_rank(joined)}
@@ -165,7 +168,7 @@ def split_factors(target: Target, joined: Factors, modules: Mapping[str, nn.Modu
 
 
 def _limit_rank(f: Factors) -> Factors:
-    """The same update with a rank of at most `min(I, O)`, which is 8 for a router of 8 experts."""
+    """Factors of the same update, with a rank of at most `min(I, O)` (8 for a router of 8 experts)."""
     outputs, inputs = len(f.B), f.A.shape[1]
     if f.rank <= min(outputs, inputs):
         return f

@@ -1,7 +1,7 @@
 """Export a quantized model as a Hugging Face folder with packed weights in compressed-tensors' format.
 
-The `quantization_config` in config.json lists the layers of each scheme. transformers, vLLM and others read the
-folder.
+The `quantization_config` in config.json lists the quantization schemes, each with the names of its layers.
+transformers, vLLM and others read the folder.
 """
 
 # Shapes: I inputs, O outputs, G groups of a row.
@@ -40,8 +40,8 @@ ZERO_POINTS = (
 def write(folder: Path, out: Path) -> str:
     """Write the quantized model in `folder` to `out` with packed codes; returns a line on the result.
 
-    Raises ValueError, and writes nothing, if `out` exists, if the model has no quantized layers, has adapters, or
-    has layers that the format cannot express, or if the result reads back with other logits.
+    Raises ValueError, and writes nothing, if `out` exists, if the format cannot express a layer, or if the
+    result's logits differ. Also raises ValueError for a model with adapters or without quantized layers.
     """
     folder = readable_folder(folder)
     return rewrite(folder, out, partial(_packed, folder, out))
@@ -83,7 +83,7 @@ def _packed(folder: Path, out: Path) -> Edit[str]:
 
 
 def _their_names(model: Decoder, described: Architecture, places: Iterable[str]) -> dict[str, str]:
-    """The modules' names in Hugging Face's files. Raises ValueError if a weight's layout differs there."""
+    """The modules' names in Hugging Face's files. Raises ValueError if they store a weight in another layout."""
     weights, names = dict(model.named_parameters()), {}
     conversions, _ = to_theirs(written_names(described.family, described.config), weights)
     alone = {c.sources[0]: c for c in conversions if len(c.sources) == 1}
@@ -138,7 +138,7 @@ def _int32(packed: Tensor) -> Tensor:
 
 
 def _quantization_config(schemes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The `quantization_config` for config.json; `schemes` has each layer's scheme by its name in the files."""
+    """The `quantization_config` for config.json; `schemes` maps layers' names in the files to schemes."""
     distinct = {str(scheme): scheme for scheme in schemes.values()}.values()
     layers = [[name for name, other in schemes.items() if other == scheme] for scheme in distinct]
     return {

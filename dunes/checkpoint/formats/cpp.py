@@ -1,8 +1,9 @@
-"""Write a folder from which a program without Python generates text or runs another network.
+"""Write a folder with which a program without Python generates text, or runs a network that is no language model.
 
 The folder has compiled code, weights, the tokenizer, and the sources of a library with a C interface. The code is
-the decoding step that `dunes compile` caches, or a network's forward compiled by AOTInductor. The code needs this
-kind of processor and this release of torch: https://docs.pytorch.org/docs/stable/torch.compiler_aot_inductor.html
+the decoding step that `dunes compile` caches, or a network's forward compiled by AOTInductor. The code runs only
+on the same kind of processor and with the same release of torch:
+https://docs.pytorch.org/docs/stable/torch.compiler_aot_inductor.html
 """
 
 import json
@@ -41,7 +42,7 @@ from dunes.units import format_bytes
 CARD, WEIGHTS, TABLES, FORMAT = "card.json", "weights.safetensors", "tokenizer.safetensors", 1
 SOURCES = Path(__file__).parent / "program"
 OF_TEXTS = "text."
-"""Prefix in names of weights that the prefill code needs in another dtype."""
+"""Prefix of the names of weights that only the prefill code uses, for example in another dtype."""
 MIN_CONTEXT, CHUNK = 8, 1 << 24
 MIX = [np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)]
 """Constants of the checksum, from https://prng.di.unimi.it/splitmix64.c"""
@@ -49,7 +50,7 @@ INSTRUCTIONS = re.compile(
     "(sse|ssse|avx|amx|fma|f16c|bmi|adx|aes|pclmul|vaes|vpclmul|gfni|sha|rdrand|rdseed|rdpid|movbe|movdir|popcnt|abm|"
     "cx16|clflush|clwb|cldemote|xsave|fsgsbase|lahf|3dnowprefetch|serialize|waitpkg|ptwrite|enqcmd|cmpccxadd).*"
 )
-"""Pattern for Linux's flags of x86 instruction sets that compilers may emit."""
+"""Pattern for Linux's names of the x86 instruction sets that compiled code may use."""
 UNSUPPORTED = (
     *("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"),
     *("byte_fallback", "ignore_merges"),
@@ -88,13 +89,13 @@ def export_native(
     dtype: torch.dtype | None = None,
     show: Callable[[str], None] = lambda line: None,
 ) -> str:
-    """Write the folder `out` with the model's compiled decoding steps; returns a line on the folder.
+    """Write the folder `out` with the model's compiled code for decoding; returns a line on the folder.
 
-    `dtype` is passed to `compile_step`. `show` is called with a message before compilation, which takes two to
-    five minutes if the steps are not cached. Raises ValueError, before any work, if `out` exists, if no C++
-    compiler is installed, and for models that are no decoders, have mixtures of experts, need the entire text for
-    each token, or attend to fewer than 8 tokens. Later, raises ValueError, and writes nothing, if the model cannot
-    be compiled, or if the folder's code computes something else.
+    `dtype` is passed to `compile_step`. `show` is called with a message before compilation. If the steps are not
+    cached, compilation takes two to five minutes. Raises ValueError, before any work, if `out` exists or no C++
+    compiler is installed. Models that are no decoders, have mixtures of experts, need the entire text for each
+    token, or attend to fewer than 8 tokens also raise ValueError. Later, raises ValueError, and writes nothing, if
+    the model cannot be compiled, or if the compiled code computes other logits.
     """
     model, tokenizer = loaded.model, loaded.tokenizer
     check_target(out)
@@ -139,9 +140,9 @@ def export_network(model: nn.Module, example: Tensor, out: Path) -> str:
     """Write the folder `out` with a network's compiled forward, in evaluation mode; returns a line on the folder.
 
     The code maps a float32 tensor to a float32 tensor on the CPU, with the shapes of this example. Raises
-    ValueError, before any work, if `out` exists, if no C++ compiler is installed, and if the network does not map
-    one float32 tensor to another, or changes its buffers. Later, raises ValueError if torch cannot export or
-    compile the network, or if the code computes something else.
+    ValueError, before any work, if `out` exists or no C++ compiler is installed. Networks that change their
+    buffers, or do not map one float32 tensor to another, also raise ValueError. Later, raises ValueError if torch
+    cannot export or compile the network, or if the compiled code's output differs.
     """
     check_target(out)
     expected = _check_network(model, example)
@@ -192,7 +193,7 @@ def _differing(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> d
 def _decoder_card(loaded: LoadedModel, step: CompiledStep) -> dict[str, Any]:
     tokenizer, ids = loaded.tokenizer, vocabulary_size(loaded.model)
     assert ids is not None, "a decoder embeds ids"
-    largest = cache_for(loaded.model, 1, 1 << 40)  # memory is allocated only when it is written to
+    largest = cache_for(loaded.model, 1, 1 << 40)  # the cache allocates memory only when it is filled
     rolling = largest if isinstance(largest, RollingCache) else None
     parts = [("key", step.example.keys), ("value", step.example.values)]
     return {
@@ -223,7 +224,7 @@ def _write(
 ) -> str:
     """Write a folder with these weights, the files that `fill` writes, the sources, and the card.
 
-    `verify` is called with the temporary folder and the weights read back, and raises ValueError if these are
+    `verify` is called with the temporary folder and the weights read back, and raises ValueError if either is
     wrong.
     """
     aliases, own = _without_aliases(weights)
@@ -289,9 +290,9 @@ def encoding_tables(tokenizer: Tokenizer) -> dict[str, NDArray[Any]] | None:
     """The tables of a tokenizer of bytes, byte pairs or characters; None for any other tokenizer.
 
     `bytes` (N,) has the bytes of all tokens, one after another; `ends` (V,) has the end of each token in `bytes`.
-    A row of `first` (N, 2) is a byte and its id, or a character (the big-endian number of its UTF-8 bytes) and its
-    id. A row of `merges` (N, 3) is two ids and the id that they merge into; merges learned first come first.
-    `characters` exists only if text is split into characters, not lines.
+    A row of `first` (N, 2) is a byte or character and its id; for a character, the UTF-8 bytes are read as one
+    big-endian integer. A row of `merges` (N, 3) is two ids and the id that they merge into; merges learned first
+    come first. `characters` exists only in the tables of a character tokenizer.
     """
     content = json.loads(tokenizer.json())
     plain = content["normalizer"] is None and all(token["special"] for token in content["added_tokens"])
@@ -299,7 +300,7 @@ def encoding_tables(tokenizer: Tokenizer) -> dict[str, NDArray[Any]] | None:
     if plain and tokenizer.splits == "characters" and model["type"] == "WordLevel":
         vocab = model["vocab"]
         ids = {int.from_bytes(token.encode(), "big"): i for token, i in vocab.items() if len(token) == 1}
-        ids[-1] = vocab[UNKNOWN]  # the id of all other characters
+        ids[-1] = vocab[UNKNOWN]  # all unknown characters have this id
         return _tables(tokenizer, ids, []) | {"characters": np.ones(1, np.uint8)}
     if not (plain and tokenizer.splits == "lines" and model["type"] == "BPE"):
         return None

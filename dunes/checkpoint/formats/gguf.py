@@ -45,19 +45,19 @@ ARCHITECTURES = {
     **{family: family for family in ("arcee", "qwen2", "qwen3", "olmo2", "gpt2")},
     "qwen3_moe": "qwen3moe",
 }
-"""The name of llama.cpp's architecture for each family that is read and written."""
+"""llama.cpp's name of the architecture, for each supported family."""
 PAIRED = ("llama", "arcee")
 """Architectures whose rotary embedding rotates adjacent dimensions, as in Meta's code."""
 UNBIASED = ("arcee", "qwen3", "qwen3moe", "olmo2")
 """Architectures without biases."""
 TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
 UNROUNDED = ("ffn_gate_inp", "position_embd")
-"""Parts of the names of matrices that llama.cpp needs in float32."""
+"""Substrings in the names of matrices that llama.cpp needs in float32."""
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 BLOCK = 32
 """Number of elements in a block of the quantized types."""
 FREQUENCIES = "rope_freqs.weight"
-"""Name of the tensor by which rotary frequencies are divided in LLaMA 3's scaling."""
+"""Name of the tensor with the divisors of the rotary frequencies in LLaMA 3's scaling."""
 
 KEYS = {
     "num_hidden_layers": "block_count",
@@ -74,7 +74,7 @@ KEYS = {
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
 }
-"""GGUF's metadata keys, without the architecture's prefix, by the keys of a config.json."""
+"""Keys of a config.json, mapped to GGUF's metadata keys without the architecture's prefix."""
 GPT2_KEYS = {
     "n_layer": "block_count",
     "n_embd": "embedding_length",
@@ -87,9 +87,9 @@ ROPE_KEYS = (
     *("rope.dimension_count", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor"),
     *("rope.scaling.original_context_length", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
 )
-"""Further keys that are read, for all architectures but gpt2."""
+"""Metadata keys on the rotary embedding, which are read for all architectures except gpt2."""
 UNUSED = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "pooling_type")
-"""Keys without effect on the logits."""
+"""Metadata keys that do not affect the logits."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("attention.causal", "expert_weights_norm"), (True,)),
     **dict.fromkeys(("logit_scale", "embedding_scale", "residual_scale", "expert_weights_scale"), (0.0, 1.0)),
@@ -101,7 +101,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("expert_shared_count", "expert_shared_feed_forward_length"), (0,)),
     **dict.fromkeys(("use_parallel_residual", "swin_norm", "rope.scaling.yarn_log_multiplier"), (0,)),
 }
-"""Permitted values of further keys; 0 turns a feature off."""
+"""Permitted values of metadata keys that are not read, such as 0 for a feature that is off."""
 
 
 def write(
@@ -128,8 +128,8 @@ def write_file(
 
     Vectors, routers and learned positions stay in float32. In quantized files, matrices whose row length is no
     multiple of 32 are float16; in q4_0 files, embedding and head are q8_0. The file is read back and compared, one
-    tensor in memory at a time. Raises ValueError, before the file is opened, if llama.cpp does not support the
-    model; later, for values that overflow the dtype, and if the file reads back with other weights.
+    tensor in memory at a time. Raises ValueError before writing if llama.cpp does not support the model. Later,
+    raises ValueError if a value overflows the dtype, or if the file reads back with other weights.
     """
     package, kind, fields = extra("gguf", "gguf"), TYPES[dtype], _fields(model, tokenizer)
     weights = {**weights, **_frequencies(model)}
@@ -156,7 +156,7 @@ def write_file(
 
 
 def _architecture(family: str) -> str:
-    """llama.cpp's name of a family. Raises ValueError for a family that is not written."""
+    """llama.cpp's name of a family. Raises ValueError for a family that cannot be written as GGUF."""
     if family not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise ValueError(f"GGUF files cannot be written for {family}, only for {known}; export it with --to hf")
@@ -177,7 +177,7 @@ def _type(key: str, shape: tuple[int, ...], kind: str) -> str:
 
 
 def _encode(tensor: LazyTensor, number: Any) -> tuple[Any, Any]:
-    """A tensor's bytes in one of the package's types, and their dequantized values.
+    """A tensor's bytes in a type of the `gguf` package, and the dequantized values.
 
     Raises ValueError for values that overflow the type.
     """
@@ -294,9 +294,9 @@ def _frequencies(model: Architecture) -> dict[str, LazyTensor]:
 
 
 def tensors(path: Path) -> dict[str, LazyTensor]:
-    """Tensors of a GGUF file, which may have several parts; quantized tensors become float32 when read.
+    """Tensors of a GGUF model, which may be split into several files; quantized tensors become float32 when read.
 
-    Raises ValueError for an unsafe or duplicate name, an unknown type, and a tensor that is not within the file.
+    Raises ValueError for an unsafe or duplicate name, an unknown type, and a tensor that exceeds the file.
     """
     files, infos = dict[str, LazyTensor](), read_header(path).tensors
     mapped = {part: MappedFile(part) for part in {info.path for info in infos}}
@@ -389,7 +389,7 @@ def _rope_scaling(hf: Mapping[str, Any], known: Mapping[str, Any], files: Weight
     width = hf.get("head_dim") or quotient(hf, "hidden_size", "num_attention_heads")
     rotated = {"partial_rotary_factor": config_values.number(known, "rope.dimension_count", width) / width}
     length = known.get("rope.scaling.original_context_length")
-    # As in llama.cpp: the default type is linear, the default factor (also under its old key) is 1.
+    # As in llama.cpp, the default type is linear, and the default factor is 1; `scale_linear` is its old key.
     kind = known.get("rope.scaling.type", "linear")
     given = known.get("rope.scaling.factor") or known.get("rope.scale_linear") or 1.0
     factor = config_values.number({"rope.scaling.factor": given}, "rope.scaling.factor")
@@ -410,7 +410,7 @@ def _rope_scaling(hf: Mapping[str, Any], known: Mapping[str, Any], files: Weight
 
 
 def _llama3(hf: Mapping[str, Any], width: int, length: int, divisors: Tensor) -> dict[str, Any]:
-    """LLaMA 3's scaling with the usual bounds 1 and 4. Raises ValueError unless the scaling gives `divisors`."""
+    """LLaMA 3's `rope_scaling` with the frequency factors 1 and 4. Raises ValueError if it has other divisors."""
     scaling, base = Llama3(float(divisors.max()), 1.0, 4.0, length), hf.get("rope_theta", 10_000.0)
     cpu = torch.device("cpu")
     expected = base_frequencies(width, base, cpu) / scaling.inverse_frequencies(width, base, cpu)

@@ -28,7 +28,9 @@ KNOWN = (
     *("sliding_window", "_sliding_window"),
     *("use_scaled_rope", "rope_scaling_factor", "rope_high_freq_factor", "moe", "max_batch_size"),
 )
-"""Supported keys; `max_batch_size` does not affect the model. Other keys may do so and are refused."""
+"""Supported keys; `max_batch_size` does not affect the model. Keys that are neither here nor in DEFAULTS are
+refused if their values are truthy.
+"""
 DEFAULTS = {"model_type": "transformer", "causal": True, "use_biases": False}
 """Keys that are accepted only with these values."""
 EXPERTS = {"num_experts": "num_local_experts", "num_experts_per_tok": "num_experts_per_tok"}
@@ -106,7 +108,7 @@ def _hidden(p: Mapping[str, Any]) -> int:
 
 
 def _window(p: Mapping[str, Any]) -> int | None:
-    """The sliding window, or None; stored as a number, a string, or a list of equal numbers, one per layer."""
+    """The sliding window, or None. params.json has a number, a string, or the same number for each layer."""
     window = p.get("sliding_window", p.get("_sliding_window"))
     if isinstance(window, list):
         if len(set(map(str, window))) != 1:
@@ -119,7 +121,7 @@ def _window(p: Mapping[str, Any]) -> int | None:
 def _rope_theta(p: Mapping[str, Any], mistral: bool, window: int | None, notes: list[str]) -> float:
     if "rope_theta" in p:
         return number(p, "rope_theta")
-    # The default was 10,000 in Mistral's first release, and is 1,000,000 in its present code.
+    # Without `rope_theta`, Mistral's first release used 10,000; its present code uses 1,000,000.
     theta = 1e6 if mistral and window is None else 1e4
     notes.append(f"{PARAMS} has no rope_theta: assumed {theta:,.0f}")
     return theta
@@ -175,7 +177,9 @@ def _mlp(theirs: str, ours: str) -> Names:
 
 
 def _experts(count: int) -> Names:
-    """Names of separate experts (mistral-inference) and stacked experts (first Mixtral release, w2 transposed)."""
+    """Names of experts' weights. In mistral-inference, experts are separate; in Mixtral's first release, they are
+    stacked, and w2 is transposed.
+    """
     stacked = []
     for w, part in MATRICES.items():
         layout = (lambda x: x.view(count, -1, x.shape[1]).mT.flatten(0, 1)) if w == "w2" else identity
@@ -209,7 +213,7 @@ def _join(parts: Sequence[LazyTensor], expected: tuple[int, ...] | None) -> Lazy
     if len(parts) == 1 or expected in (None, first.shape) or len({part.dtype for part in parts}) > 1:
         return first
     for dim in range(len(first.shape)):
-        with suppress(RuntimeError, IndexError):  # sizes differ in another dimension
+        with suppress(RuntimeError, IndexError):  # torch.cat fails if sizes differ in another dimension
             if (joined := combine(partial(torch.cat, dim=dim), parts)).shape == expected:
                 return joined
     return first
@@ -241,7 +245,7 @@ def open_folder(
 
 
 def _consolidated(folder: Path) -> list[dict[str, LazyTensor]]:
-    """Tensors of each native file, in order. Raises ValueError if a file is missing."""
+    """Tensors of each consolidated.* file, in order. Raises ValueError if a file is missing."""
     if (files := find_weights(folder, "consolidated.safetensors")) is not None:
         return [files]
     paths = sorted([*folder.glob("consolidated.*.pth"), *folder.glob("consolidated.*.pt")])

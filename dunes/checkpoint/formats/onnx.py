@@ -22,7 +22,7 @@ from dunes.ops.kernels import one_line
 from dunes.parts import vocabulary_size
 from dunes.units import format_bytes
 
-SUFFIX, LARGEST = ".onnx", 2**31 - 2**20  # the limit of protocol buffers
+SUFFIX, LARGEST = ".onnx", 2**31 - 2**20  # protocol buffers have at most 2 GB
 
 
 def write(folder: Path, out: Path) -> str:
@@ -39,9 +39,9 @@ def write_network(folder: Path, out: Path, sizes: Sequence[int]) -> str:
 def export_onnx(loaded: LoadedModel, out: Path) -> str:
     """Write an ONNX file that maps `ids` (B, T) to `logits` (B, T, V) in float32; returns a line on the file.
 
-    The model itself is converted to float32, and its quantized layers become dense. Raises ValueError, and writes
-    nothing, for sliding windows and models of more than 2 GB, and if `out` exists, if the extra packages are
-    missing, if torch cannot export the model, or if onnxruntime computes other logits.
+    `loaded.model` is changed: its weights become float32, and its quantized layers become dense. Raises
+    ValueError, and writes nothing, if the model has a sliding window or more than 2 GB, if `out` exists, if the
+    extra packages are missing, if torch cannot export the model, or if onnxruntime computes other logits.
     """
     if any(getattr(module, "window", None) is not None for module in loaded.model.modules()):
         raise ValueError("--to onnx: a sliding window, whose mask depends on the length, cannot be exported")
@@ -55,8 +55,8 @@ def export_onnx(loaded: LoadedModel, out: Path) -> str:
 def write_onnx(model: nn.Module, example: Tensor, out: Path, **options: Any) -> str:
     """Write the forward pass of any network as the ONNX file `out`; returns the file's size as text.
 
-    Shapes are fixed to the example's, unless `options` for `torch.onnx.export` make some of them dynamic. The
-    outputs for the example are compared. Raises ValueError like `export_onnx`.
+    The file accepts only the example's shapes, unless `options` for `torch.onnx.export` make sizes dynamic.
+    onnxruntime's outputs for the example are compared with the network's. Raises ValueError like `export_onnx`.
     """
     options = {"input_names": ["input"], "output_names": ["output"]} | options
     runtime, _, checker = [extra(module, "onnx") for module in ("onnxruntime", "onnxscript", "onnx.checker")]
@@ -66,8 +66,8 @@ def write_onnx(model: nn.Module, example: Tensor, out: Path, **options: Any) -> 
         raise ValueError(f"{format_bytes(size)} in float32; an ONNX file has at most {format_bytes(LARGEST)}")
     try:
         with torch.no_grad(), tree.mode(model, False), warnings.catch_warnings(), redirect_stdout(StringIO()):
-            warnings.simplefilter("ignore")  # torch's own deprecation warnings
-            logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # no warning that torchvision is missing
+            warnings.simplefilter("ignore")  # hides torch's own deprecation warnings.
+            logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # hides a note that torchvision is missing
             expected = tree_leaves(model(example))
             program: Any = torch.onnx.export(model, (example,), dynamo=True, **options)
             checker.check_model(program.model_proto, full_check=True)

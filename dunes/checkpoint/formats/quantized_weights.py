@@ -7,23 +7,22 @@ byte, decoded by `nested_absmax`, `nested_quant_map` and an offset.
 https://github.com/bitsandbytes-foundation/bitsandbytes
 
 compressed-tensors: `pack-quantized` stores `X.weight_packed` (int32: the codes of a row, lowest bit first),
-`X.weight_scale` (one for each row and group), `X.weight_zero_point` (packed along the rows, unless symmetric) and
-`X.weight_shape`. `int-quantized` stores `X.weight` (int8) and `X.weight_scale` (one for each row).
-https://github.com/vllm-project/compressed-tensors
+`X.weight_scale` (one for each row and group), `X.weight_zero_point` (packed along the rows; missing if
+quantization is symmetric) and `X.weight_shape`. `int-quantized` stores `X.weight` (int8) and `X.weight_scale` (one
+for each row). https://github.com/vllm-project/compressed-tensors
 
 MXFP4 (gpt-oss): `X.P_blocks` (E, O, G, 16) stacks the codes of all experts, two floats of four bits in a byte, the
 lower bits first. `X.P_scales` (E, O, G) has the exponent of a power of two, plus 127, for each 32 codes.
 https://arxiv.org/abs/2310.10537
 
 GPTQ: `X.qweight` (I * bits / 32, O) int32 has the codes of each column, lowest bits first. `X.scales` (G, O) and
-`X.qzeros` (G, O * bits / 32), int32 packed along the rows, have a row for each group of inputs. `X.g_idx` (I),
-int32, has the group of each input, since act-order sorts inputs. Zero points are stored minus 1
-except in `gptq_v2`.
-https://github.com/AutoGPTQ/AutoGPTQ/blob/main/auto_gptq/nn_modules/qlinear/qlinear_cuda.py
+`X.qzeros` (G, O * bits / 32) have a row for each group of inputs; `X.qzeros` is int32, packed along the rows.
+`X.g_idx` (I), int32, has the group of each input, since act-order sorts inputs. Zero points are stored minus 1
+except in `gptq_v2`. https://github.com/AutoGPTQ/AutoGPTQ/blob/main/auto_gptq/nn_modules/qlinear/qlinear_cuda.py
 https://github.com/ModelCloud/GPTQModel/blob/main/gptqmodel/utils/model.py
 
-AWQ (`gemm`): `X.qweight` (I, O / 8) and `X.qzeros` (G, O / 8) are int32, with the codes of 8 outputs in a word, in
-the order 0 2 4 6 1 3 5 7 from the lowest bits. `X.scales` (G, O) has a row for each group of successive inputs.
+AWQ (`gemm`): `X.qweight` (I, O / 8) and `X.qzeros` (G, O / 8) are int32. A word has the codes of 8 outputs, in the
+order 0 2 4 6 1 3 5 7 from the lowest bits. `X.scales` (G, O) has a row for each group of successive inputs.
 https://github.com/casper-hansen/AutoAWQ/blob/main/awq/modules/linear/gemm.py
 """
 
@@ -51,18 +50,18 @@ NAME = "compressed-tensors"
 FORMAT, INT_FORMAT, MIXED = "pack-quantized", "int-quantized", "mixed-precision"
 PACKED = "weight_packed"
 BITS = (4, 8)
-"""Bits per code for which readers of compressed-tensors have kernels."""
+"""Supported bits per code, for which other programs that read compressed-tensors have kernels."""
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4 = (*_MAGNITUDES, *(-x for x in _MAGNITUDES))
 """Floats of four bits (E2M1) by their codes."""
 GPTQ_BITS = (2, 4, 8)
-"""Supported bits per code, which divide 32; for 3 bits, GPTQModel has two layouts."""
+"""Supported bits per code. 3 bits are not supported, since GPTQModel has two layouts for them."""
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Positions of the codes of 8 successive outputs in a word."""
+"""For each of 8 successive outputs, the position of its code in a word."""
 
 
 def dense_weights(files: Weights, quantization: Any, config: Path) -> dict[str, LazyTensor]:
-    """The files' tensors; a dense tensor, dequantized when read, replaces the parts of each quantized weight.
+    """The files' tensors. One dense tensor, dequantized when read, replaces the parts of each quantized weight.
 
     Each stacked expert becomes a tensor of its own, `X.{e}.P`, so that a read dequantizes only one expert.
     `quantization` is the `quantization_config` of the config.json at `config`. Quantization of activations is
@@ -141,7 +140,9 @@ def _dense_blocks(parts: Weights, state: Mapping[str, Any], origin: str) -> Lazy
 
 
 def _scaled(levels: Tensor, codes: Tensor, scale: Tensor, block: int) -> Tensor:
-    """The levels of codes (N,), multiplied by a scale (B,) for each block of `block` codes, in float32."""
+    """Dequantize codes (N,) to float32. A value is the code's level, times the scale of its block of `block`
+    codes; `scale` (B,) has a scale for each block.
+    """
     blocks = F.pad(levels.float()[codes.int()], (0, -len(codes) % block)).view(-1, block)
     return (blocks * scale.float()[:, None]).flatten()[: len(codes)]
 
@@ -227,7 +228,7 @@ def _expert(codes: LazyTensor, scale: LazyTensor, expert: int) -> Tensor:
 
 
 def _known(settings: Mapping[str, Any], config: Path, known: tuple[int, ...], *forms: str) -> tuple[int, str]:
-    """The bits per code and the format in the settings. Raises ValueError if they are not supported."""
+    """The bits per code and the format in the settings. Raises ValueError for an unsupported number or format."""
     bits, keys = settings.get("bits"), ("checkpoint_format", "version", "format")
     form = next((settings[key] for key in keys if settings.get(key)), forms[0])
     if bits not in known or not isinstance(form, str) or form.lower() not in forms:
@@ -253,7 +254,9 @@ def _words(files: Weights, dense: Callable[[Weights, str], LazyTensor], config: 
 
 
 def _part(parts: Weights, name: str, origin: str, *shape: int | None) -> LazyTensor:
-    """The part `name`, which must have this shape (None: any size); `scales` must be floats, other parts int32."""
+    """The part `name`. Raises ValueError unless it has this shape (None: any size) and is int32, or floats for
+    `scales`.
+    """
     dtypes, part = FLOATS if name == "scales" else (torch.int32,), parts.get(name)
     if part is not None and part.dtype in dtypes and len(part.shape) == len(shape):
         wrong = [size for size, actual in zip(shape, part.shape, strict=True) if size not in (None, actual)]
@@ -266,7 +269,7 @@ def _part(parts: Weights, name: str, origin: str, *shape: int | None) -> LazyTen
 
 
 def _gptq(bits: int, less_one: bool, sorted_inputs: bool, parts: Weights, origin: str) -> LazyTensor:
-    """A weight (O, I) of `bits` bits per code; if `dynamic` set another number, the shapes imply this number."""
+    """A weight (O, I) of `bits` bits per code; shapes that imply another number override `bits`."""
     packed = _part(parts, "qweight", origin, None, None)
     scale = _part(parts, "scales", origin, None, packed.shape[1])
     groups, rows = scale.shape
@@ -276,7 +279,7 @@ def _gptq(bits: int, less_one: bool, sorted_inputs: bool, parts: Weights, origin
     columns = packed.shape[0] * 32 // bits
     index = _part(parts, "g_idx", origin, columns) if "g_idx" in parts or sorted_inputs else None
     if index is not None and not sorted_inputs and not index.read().any():
-        index = None  # without sorted inputs, some files have only zeros here, which exllamav2 and vLLM ignore
+        index = None  # as in exllamav2 and vLLM: zeros mean no index, unless inputs are sorted
     if index is None:
         _check_even(groups, columns, origin)
     else:
@@ -284,7 +287,7 @@ def _gptq(bits: int, less_one: bool, sorted_inputs: bool, parts: Weights, origin
 
     def read() -> Tensor:
         group = torch.arange(columns) // (columns // groups) if index is None else index.read()
-        # The 1 was subtracted from whole words, so a zero point 0 borrowed from the next; adding restores both.
+        # Writers subtract 1 from each code, with borrows inside a word; adding 1 to each code undoes this.
         words = zero.read() + (sum(1 << bit for bit in range(0, 32, bits)) if less_one else 0)
         offset = _unpack(words, bits, rows).T[:, group]
         codes = _unpack(packed.read().T, bits, columns)

@@ -10,11 +10,11 @@ from dunes.files import json_file
 from dunes.files.model_file import find_file, listed_file
 
 UNSHARDED = (safetensors_file.SINGLE, "pytorch_model.bin")
-"""File names of unsharded weights; an index of shards has such a name with the suffix .index.json."""
+"""File names of unsharded weights; the index of sharded weights has the same name plus .index.json."""
 
 
 def find_weights(folder: Path, *names: str) -> dict[str, LazyTensor] | None:
-    """Tensors of the first of these files that exists, as one file or as shards with an index; otherwise None."""
+    """Tensors of the first of `names` that exists, as one file or as shards with an index; else None."""
     for name in names:
         path, index = find_file(folder, name), find_file(folder, f"{name}.index.json")
         if path or index:
@@ -47,5 +47,5 @@ def indexed_tensors(index: Path) -> dict[str, LazyTensor]:
 
 
 def tensors(path: Path) -> dict[str, LazyTensor]:
-    """Tensors of one file: of safetensors if it has this suffix, otherwise of a pickle by `torch.save`."""
+    """Tensors of one file: safetensors if the file has this suffix, else a pickle written by `torch.save`."""
     return safetensors_file.tensors(path) if path.suffix == ".safetensors" else pickle_file.tensors(path)

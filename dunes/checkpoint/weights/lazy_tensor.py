@@ -29,7 +29,7 @@ MAX_DIMS = 8
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is read on demand. `origin` describes it in error messages; `read` returns its values.
+    """A tensor that is read on demand. `origin` describes the tensor in error messages; `read` returns its values.
 
     `release` frees the memory of a mapped file; tensors from `read` must not be used afterwards.
     """
@@ -55,7 +55,7 @@ def in_memory(tensors: Mapping[str, Tensor], origin: str = "memory") -> dict[str
 
 
 def renamed(conversions: Iterable[Conversion], weights: Weights) -> dict[str, LazyTensor]:
-    """Tensors by the conversions' target names, converted to the target layouts when they are read."""
+    """The tensors that the conversions make from `weights`, by their target names; a read converts the layout."""
     return {c.target: combine(c.make, [weights[source] for source in c.sources]) for c in conversions}
 
 
@@ -90,7 +90,7 @@ def computed(
 
 
 def track_reads(weights: Weights, tick: Callable[[int], None]) -> dict[str, LazyTensor]:
-    """The same tensors; when one is released, `tick` is also called with its size in bytes."""
+    """The same tensors; releasing a tensor also calls `tick` with the tensor's size in bytes."""
 
     def release(tensor: LazyTensor) -> None:
         tensor.release()
@@ -106,10 +106,11 @@ def cast(weights: Weights, dtype: torch.dtype) -> dict[str, LazyTensor]:
 
 
 class MappedFile:
-    """A memory-mapped file whose tensors are views of the mapping. Raises ValueError unless it is a regular file.
+    """A memory-mapped file whose tensors are views of the mapping. Raises ValueError if the file is not a regular
+    file.
 
-    The file is mapped once, when its first tensor is read; if it has changed by then, ValueError is raised. If it
-    is truncated afterwards, the process is killed (SIGBUS), as with every mapped file.
+    The file is mapped once, when its first tensor is read. Raises ValueError if the file has changed by then. If
+    the file is truncated later, the process is killed (SIGBUS), as with every mapped file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -133,7 +134,7 @@ class MappedFile:
 
         `stride` counts elements; by default, the tensor is contiguous. Tensors that are not aligned to their item
         size are copied. Bool tensors are also copied, since a byte other than 0 and 1 is no valid bool in C++. The
-        caller has checked that the tensor lies within the file.
+        caller must check that the tensor lies within the file.
         """
         shape = tuple(shape)
         steps = torch.empty(shape, device="meta").stride() if stride is None else tuple(stride)
@@ -147,7 +148,7 @@ class MappedFile:
             flat = flat != 0
         elif offset % dtype.itemsize:
             flat = flat.clone()
-        # The stride of a dimension of size 1 may exceed int64, so it is bounded. It is not set to 1, since torch
+        # The stride of a dimension of size 1 may exceed int64, so it is bounded. The bound is not 1, since torch
         # would take a tensor of shape (4, 1, 5, 5) for `channels_last` if its second stride were 1.
         steps = tuple(step if size > 1 else min(step, self.size) for size, step in zip(shape, steps, strict=True))
         return flat.view(dtype).as_strided(shape, steps)
@@ -155,7 +156,7 @@ class MappedFile:
     def release(self) -> None:
         """Return the pages to the operating system, so that a file larger than memory can be streamed.
 
-        Tensors stay valid and read their values from the file again; changes to them are lost. Does nothing on
+        Tensors stay valid and read their values from the file again; changed values are lost. Does nothing on
         systems without `madvise`.
         """
         if "_map" in self.__dict__ and hasattr(mmap, "MADV_DONTNEED"):
@@ -178,7 +179,7 @@ class MappedFile:
         with self.open() as file:
             if sys.platform != "linux":
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            # Linux refuses a private writable mapping larger than memory unless no memory is reserved for it.
+            # Without MAP_NORESERVE, Linux refuses a private writable mapping that is larger than memory.
             return mmap.mmap(
                 file.fileno(), 0, flags=mmap.MAP_PRIVATE | _NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
             )
@@ -186,9 +187,10 @@ class MappedFile:
 
 @contextmanager
 def open_mapped(path: Path, remedy: str) -> Iterator[tuple[MappedFile, BinaryIO]]:
-    """Yield a mapped file, and the file open at its start. Raises ValueError if content and file name disagree.
+    """Yield a mapped file, and the same file opened for reading. Raises ValueError if the file is a placeholder, a
+    web page or an unfinished download.
 
-    A ValueError in the context becomes one line for users that ends with the remedy.
+    The message of a ValueError inside the context becomes one line for users, which ends with `remedy`.
     """
     mapped = MappedFile(path)
     with mapped.open() as file:

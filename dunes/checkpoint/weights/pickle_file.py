@@ -23,7 +23,7 @@ from dunes.checkpoint.weights.safetensors_file import MAX_NAME_BYTES, MAX_TENSOR
 from dunes.units import plural
 
 # A tensor takes about 35 opcodes, 70 reads and 150 bytes. The limit on reads grows with the number of storages in
-# the archive, so that a small file fails early. In the older format, it is fixed: the storages follow the pickle.
+# the archive, so that a small file fails early. The older format's limit is fixed: storages come afterwards.
 _MAX_READS, _READS_PER_FILE = 200_000, 128
 _MAX_READS_LEGACY = 600_000
 MAX_BYTES = 32 << 20
@@ -38,7 +38,7 @@ _REMEDY = "only tensors are read, nothing is executed; ask for safetensors"
 _ALLOWED = b"(.\x80\x95N\x88\x89KMJ\x8aGX\x8c\x8dTU])t\x85\x86\x87qr\x94hjc\x93suaeQR"
 _LOCAL = Struct("<4s5H3I2H")
 _END = b"PK\5\6"
-_FLAGS = 0x0808  # supported flags: sizes after the data, UTF-8 names
+_FLAGS = 0x0808  # supported zip flags: sizes after the data, UTF-8 names
 _DIRECTORY = 32 << 20
 
 
@@ -79,9 +79,9 @@ def tensors(path: Path) -> dict[str, LazyTensor]:
     """Tensors of a `torch.save` file in either of torch's two formats, by name, in the file's order.
 
     Keys of nested dicts are joined with dots. If the file has a dict "state_dict" or "model", only that dict's
-    tensors are returned, not the optimizer's tensors. Other values and tensors in lists are omitted. Tensors may
-    share storages, so that their `nbytes` may sum to more than the file's size. Raises ValueError, on one line,
-    for a damaged file and for any opcode or name that torch does not write for tensors.
+    tensors are returned, not the optimizer's tensors. Values that are no tensors are omitted, and so are tensors
+    in lists. Tensors may share storages, so that their `nbytes` may sum to more than the file's size. Raises
+    ValueError, on one line, for a damaged file and for any opcode or name that torch does not write for tensors.
     """
     with open_mapped(path, _REMEDY) as (mapped, file):
         content, places = (_read_zip if file.read(4) == b"PK\3\4" else _read_legacy)(file, mapped.size)
@@ -152,7 +152,7 @@ def _read_legacy(file: BinaryIO, size: int) -> tuple[object, dict[str, tuple[int
 
 
 class _Dict(dict[object, object]):
-    """A dict in a pickle; keys must be unique strings or integers, as hashing nested tuples can take very long."""
+    """A dict in a pickle. Keys must be unique strings or integers, as hashing nested tuples can be very slow."""
 
     def __setitem__(self, key: object, value: object) -> None:
         if type(key) not in (str, int) or key in self:
@@ -188,10 +188,10 @@ class _BoundedFile:
         return data
 
 
-class _Unpickler(pickle._Unpickler):  # in C, a few bytes can request any amount of memory
+class _Unpickler(pickle._Unpickler):  # a few bytes make the C version allocate any amount
     """Reads the pickles of one file in order; `storages` has the storages that the pickles refer to, by key.
 
-    Only numbers and strings are compared, hashed or printed, since a few opcodes can build a value of 2^n parts.
+    Only numbers and strings are compared, hashed or printed, since n opcodes can build a value of 2^n parts.
     """
 
     stack: list[Any]
@@ -216,7 +216,7 @@ class _Unpickler(pickle._Unpickler):  # in C, a few bytes can request any amount
         return value
 
     def find_class(self, module: str, name: str) -> object:
-        """The stand-in for a name. Raises ValueError if the name has no stand-in."""
+        """The stand-in for a name that a pickle imports. Raises ValueError if the name has no stand-in."""
         if (module, name) not in _STAND_INS:
             raise ValueError(f"its pickle imports {ascii(f'{module}.{name}')[1:-1]}")
         return _STAND_INS[module, name]
@@ -242,7 +242,7 @@ class _Unpickler(pickle._Unpickler):  # in C, a few bytes can request any amount
         self.stack.append(_Dict())
 
     def load_text(self) -> None:
-        """Read a string with a length of four bytes. Raises UnicodeEncodeError for lone surrogates."""
+        """Read a string whose length is stored in four bytes. Raises UnicodeEncodeError for lone surrogates."""
         super().load_binunicode()  # type: ignore[misc]
         self.stack[-1].encode()
 
@@ -329,7 +329,7 @@ def _tensors_by_name(content: object) -> dict[str, _Tensor]:
 def _items(values: _Dict, prefix: str = "", depth: int = 1) -> Iterator[tuple[str, object, int]]:
     """Names, values and depths of the items of nested dicts, in order."""
     for key, value in values.items():
-        # Truncated, since a dict with a long, invalid key may occur many times.
+        # The key is cut, since a dict with a long, invalid key may occur many times.
         name = prefix + str(key)[: MAX_NAME_BYTES + 1]
         yield name, value, depth
         if type(value) is _Dict:
@@ -346,7 +346,9 @@ _STAND_INS: dict[tuple[str, str], object] = {
 
 
 class _Bounded:
-    """Wraps a file to limit the size of a read, since zipfile trusts the size of the central directory."""
+    """Wraps a file to limit the size of a read, since zipfile trusts the archive about its central directory's
+    size.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.seek, self.tell, self.seekable = file, file.seek, file.tell, file.seekable
@@ -360,8 +362,8 @@ class _Bounded:
 def entries(file: BinaryIO, size: int) -> dict[str, tuple[int, int]]:
     """Offset and length in bytes of each file in a zip archive of `size` bytes, by name.
 
-    Raises ValueError unless all files in the zip are uncompressed and unencrypted, lie before the central
-    directory without overlap, and have unique relative names.
+    Raises ValueError for a compressed or encrypted file, for a name that is not relative and unique, and for files
+    that overlap each other or the central directory.
     """
     file.seek(max(size - 22, 0))
     if not (tail := file.read(22)).startswith(_END) or tail[20:] != b"\0\0":
@@ -390,7 +392,7 @@ def entries(file: BinaryIO, size: int) -> dict[str, tuple[int, int]]:
 
 
 def _first_byte(file: BinaryIO, info: zipfile.ZipInfo) -> int:
-    """Offset of a file's data. Raises ValueError if the file's own header contradicts the central directory."""
+    """Offset of an archived file's data. Raises ValueError if the file's header contradicts the directory."""
     name = info.filename
     plain = info.orig_filename.isprintable() and "\\" not in name and len(name.encode()) <= 1024
     if not plain or any(part in ("", ".", "..") for part in info.orig_filename.split("/")):

@@ -1,8 +1,8 @@
 """Read safetensors files as lazy tensors and write them tensor by tensor, so a model may be larger than memory.
 
 The safetensors library checks the header. This module reads the tensors' offsets itself, so that it can map a file
-larger than memory. It also requires unique printable names.
-The format: https://huggingface.co/docs/safetensors/index#format
+larger than memory. This module also requires unique printable names. The format:
+https://huggingface.co/docs/safetensors/index#format
 """
 
 import json
@@ -49,8 +49,8 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 def tensors(path: Path) -> dict[str, LazyTensor]:
     """Tensors of a safetensors file by name, in the file's order; values are memory-mapped when read.
 
-    Raises ValueError, on one line, if the safetensors library refuses the header, for a duplicate or unsafe name
-    (see `check_name`), and for more than 8 dimensions.
+    Raises ValueError, on one line, if the safetensors library refuses the header, if a name is duplicate or unsafe
+    (see `check_name`), or if a tensor has more than 8 dimensions.
     """
     with open_mapped(path, "fetch the file again or write it anew with the safetensors library") as (mapped, file):
         begin, header = _header(path, file)
@@ -58,7 +58,8 @@ def tensors(path: Path) -> dict[str, LazyTensor]:
 
 
 def check_name(name: str) -> str:
-    """The name of a tensor, unchanged. Raises ValueError if it is unsafe as a key, in a path or on a terminal.
+    """The name of a tensor, unchanged. Raises ValueError if the name is unsafe as a key, in a path or on a
+    terminal.
 
     Safe names have 1 to 512 bytes of printable UTF-8 without "/", "\\\\" or "..", and are not `__metadata__`.
     """
@@ -126,14 +127,14 @@ def write_tensors(folder: Path, weights: Weights, shard: int = SHARD) -> None:
 
 
 def write_file(path: Path, weights: Weights) -> None:
-    """Write the tensors into one file; they are read one at a time, as in `write_tensors`."""
+    """Write the tensors into one file; like `write_tensors`, reads and releases one tensor at a time."""
     with atomic.add_path_to_errors(path), path.open("wb") as file:
         for part in file_parts(weights):
             file.write(part)
 
 
 def file_parts(weights: Weights) -> Iterator[bytes | memoryview]:
-    """Yields the bytes of a file with these tensors."""
+    """Yield the bytes of a safetensors file with these tensors."""
     # Widest dtypes first, so that every tensor is aligned to its item size.
     order = sorted(weights, key=lambda k: (-weights[k].dtype.itemsize, k))
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}

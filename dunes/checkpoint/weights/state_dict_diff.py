@@ -46,7 +46,7 @@ class Difference(NamedTuple):
 
 
 class _FileTensor(NamedTuple):
-    """The shape of a tensor in a file, and the names of the model's tensors that it contains."""
+    """The shape of a tensor in a file, and the names of the model's tensors that the file's tensor contains."""
 
     shape: tuple[int, ...]
     names: tuple[str, ...]
@@ -77,11 +77,11 @@ def compare(
 
 @dataclass(frozen=True)
 class Prefix:
-    """A renaming of a file's tensors to the model's names: wrapper names are removed, a prefix removed or added.
+    """Renames a file's tensors to the model's names: removes wrapper names, and removes or adds a prefix.
 
-    `renames` maps the file's names to the model's; `note` describes the renaming, or the reason why it is
-    impossible. `renames` and `note` are empty if all names match already, or if no renaming matches more than half
-    of the unknown names.
+    `renames` maps the file's names to the model's; `note` describes the renaming, or the reason why no renaming is
+    possible. `renames` and `note` are empty if all names match, or if no prefix makes more than half of the
+    unmatched names match.
     """
 
     renames: Mapping[str, str] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class Prefix:
         best, note, most = dict[str, str](), "", len(others) // 2
         complete = sum(name in known and name not in HEADS for name in files)
         for leading, added in _edges([*plain.values()], known) if others else ():
-            if complete and (leading or added):  # tensors with a prefix are a second copy
+            if complete and (leading or added):  # tensors with a prefix are copies of those without it
                 continue
             renames = {name: added + short.removeprefix(leading) for name, short in plain.items()}
             fitting = sum(new in known or _is_ignored(new, ignored) for new in renames.values())
@@ -122,7 +122,7 @@ class Prefix:
 
 
 def _edges(names: Sequence[str], known: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yields a prefix to remove from all names, and a prefix to add ("" or the most common in `known`)."""
+    """Yield pairs: a common prefix to remove, and a prefix to add ("" or the most common in `known`)."""
     starts = ["", *(f"{first}." for first, _ in Counter(name.partition(".")[0] for name in known).most_common(1))]
     parts = names[0].split(".")
     for count in range(len(parts)):
@@ -151,7 +151,9 @@ def _file_tensors(expected: Weights, names: Names) -> dict[str, _FileTensor]:
 def _difference(
     name: str, tensor: LazyTensor, expected: _FileTensor | None, sources: dict[str, str]
 ) -> Difference | None:
-    """A tensor's difference from `expected`, or None; adds `name` to `sources` under the model's names."""
+    """A tensor's difference from `expected`, or None. Adds to `sources` the names of the model's tensors that this
+    tensor contains, each with the value `name`.
+    """
     if expected is None:
         return Difference("unexpected", name, "nothing", str(tensor.shape))
     first = next((sources[key] for key in expected.names if key in sources), None)

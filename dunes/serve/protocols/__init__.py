@@ -1,4 +1,5 @@
-"""The HTTP protocols. Each has a file and an entry in PROTOCOLS. Importing this package does not import torch."""
+"""The HTTP protocols. Each protocol has a file and an entry in PROTOCOLS. Importing this package does not import
+torch."""
 
 from dunes.serve.protocols import llama_server, mistral, ollama, openai
 from dunes.serve.protocols.protocol import Protocol
@@ -15,5 +16,5 @@ DESCRIPTIONS = {path: write for protocol in PROTOCOLS for path, write in protoco
 
 
 def protocol_of(path: str) -> Protocol:
-    """The protocol with the longest prefix that the path starts with."""
+    """The protocol with the longest `prefix` at the start of the path."""
     return max(PROTOCOLS, key=lambda protocol: len(protocol.prefix) if path.startswith(protocol.prefix) else -1)

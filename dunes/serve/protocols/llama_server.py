@@ -1,7 +1,7 @@
 """The HTTP paths of llama-server, which llama.vim and llama.vscode use.
 
-https://github.com/ggml-org/llama.cpp/tree/master/tools/server; contrary to that README, the field `prompt`
-of `/infill` is the text before the cursor.
+https://github.com/ggml-org/llama.cpp/tree/master/tools/server. Contrary to llama-server's README, the field
+`prompt` of `/infill` is text between `input_prefix` and the cursor.
 """
 
 import json
@@ -61,7 +61,8 @@ def read_completion(fields: Fields) -> Asked:
 
 
 def write(request: Asked, answers: Answers, streams: bool) -> Any:
-    """An object: the answer, or a part of it if streamed; a list if several answers were requested."""
+    """The reply as an object, or as a list of objects if several answers were requested. In a stream, the object
+    for a part or the end of an answer."""
     replies = [(_reply if answer.reason else _part)(request, i, answer) for i, answer in answers.items()]
     if streams:
         reply, is_last = replies[0], any(answer.reason for answer in answers.values())
@@ -72,8 +73,8 @@ def write(request: Asked, answers: Answers, streams: bool) -> Any:
 
 
 def _reply(request: Asked, index: int, answer: Answer) -> dict[str, Any]:
-    """The object of an answer with all fields or only the requested ones; a slash in a name selects a field of an
-    object."""
+    """The object for an answer, with all fields or only `response_fields`. The name "a/b" means field b of object
+    a."""
     body = request.fields.body
     reply = {
         "index": index,
@@ -105,7 +106,7 @@ def _reply(request: Asked, index: int, answer: Answer) -> dict[str, Any]:
 
 
 def _field(reply: Any, name: str) -> Any:
-    """The value of the field `name`, in which a slash selects a field of an object; None if it is missing."""
+    """The value of a field; "a/b" is field b of object a. None if the field is missing."""
     for part in name.split("/"):
         reply = reply.get(part) if isinstance(reply, Mapping) else None
     return reply
@@ -121,7 +122,7 @@ def _part(request: Asked, index: int, part: Answer) -> dict[str, Any]:
 
 
 def _timings(answer: Answer) -> dict[str, Any]:
-    """Numbers of tokens, and milliseconds, of prefill and decoding."""
+    """Numbers of tokens and times in ms, for prefill and decoding."""
     read, new_tokens = max(0, answer.prompt_tokens - answer.cached_tokens), answer.new_tokens
     prompt = 1e3 * (answer.prompt_seconds if answer.line is None else answer.seconds)
     decoding = max(0.0, 1e3 * answer.seconds - prompt)
@@ -134,7 +135,8 @@ def _timings(answer: Answer) -> dict[str, Any]:
 
 
 def settings(request: Request | None) -> dict[str, Any]:
-    """A request's settings under llama-server's names; settings that this server lacks are neutral."""
+    """A request's settings under llama-server's names; settings that this server lacks have their neutral
+    values."""
     text = request if isinstance(request, TextRequest) else TextRequest(sampling=SAMPLING | {"temperature": 0.0})
     limit = text.max_tokens if text.max_tokens < ENDLESS else -1
     return REFERENCE["settings"] | {
@@ -194,8 +196,8 @@ def slots(models: Named) -> list[dict[str, Any]]:
 
 
 def _vim(data: bytes) -> str:
-    # llama.vim caches a reply if its bytes contain `"content":"` on one line, even if the text is empty; so a
-    # reply without a suggestion has no `content`.
+    # llama.vim caches every reply of one line that contains `"content":"`, even if the text is empty. So a reply
+    # without a suggestion has no `content`.
     if b"content" not in data and isinstance(json.loads(data), dict):
         return ""
     if not re.search(rb'"content"\s*:"', data) or b"\n" in data.strip():

@@ -52,7 +52,7 @@ def _format_time(seconds: float) -> str:
 
 
 def _endpoint(read: Callable[[Fields], Asked], content: Callable[[str], dict[str, Any]]) -> Endpoint:
-    """An endpoint of Ollama; `content` returns the fields with the reply's text."""
+    """An endpoint of Ollama; `content` returns those fields of the reply that contain its text."""
 
     def write(request: Asked, answers: Answers, streams: bool) -> dict[str, Any]:
         answer = answers[0]
@@ -88,7 +88,7 @@ def tags(models: Named) -> dict[str, Any]:
 
 
 def show(models: Named) -> dict[str, Any]:
-    """The reply to /api/show for the first model. Its template has `.Suffix`, which clients look for."""
+    """The reply to /api/show for the first model. The reply's template has `.Suffix`, which clients look for."""
     _, facts = models[0]
     info = {"general.architecture": facts["family"], "general.parameter_count": facts["parameters"]}
     info[f"{facts['family']}.context_length"] = facts["context_length"]

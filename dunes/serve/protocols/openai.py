@@ -29,7 +29,7 @@ LOGPROBS = 20
 
 
 def read_completions(fields: Fields) -> Asked:
-    """Requests for texts after prompts, or for the rest of a line if the body or a prompt has a suffix."""
+    """Requests to continue prompts as texts; or to complete lines, if the body or a prompt has a suffix."""
     count, after = fields.integer("n", 1, 1, CHOICES), fields.text("suffix") if fields.has("suffix") else None
     fields.integer("best_of", count, 1, count)  # `best_of` cannot exceed `n`, since all choices are returned
     logprobs = fields.integer("logprobs", 0, 0, LOGPROBS) if fields.has("logprobs") else None
@@ -58,7 +58,7 @@ def read_chat(fields: Fields) -> Asked:
 
 
 def _wants_usage(fields: Fields) -> bool:
-    """True if a stream ends with its usage."""
+    """True if the client requests numbers of tokens at the end of a stream."""
     return fields.object("stream_options").flag("include_usage")
 
 
@@ -87,8 +87,8 @@ def endpoint(
 
 
 def usage(request: Asked, answers: Answers) -> dict[str, dict[str, int]]:
-    """The numbers of tokens of a request; a prompt counts once, whatever the number of its choices."""
-    longest_last = sorted(answers.items(), key=lambda item: item[1].prompt_tokens)  # a missing choice has 0
+    """The numbers of tokens of a request; a prompt with several choices counts once."""
+    longest_last = sorted(answers.items(), key=lambda item: item[1].prompt_tokens)  # an empty one has 0 tokens
     prompt = sum({i // request.count: answer.prompt_tokens for i, answer in longest_last}.values())
     new = sum(answer.new_tokens for answer in answers.values())
     return {"usage": {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}}

@@ -9,14 +9,15 @@ from dunes.serve.requests import Answers, Asked, Named
 
 
 class Endpoint(NamedTuple):
-    """The functions of a path. `read` reads a body. `write` returns the reply with all answers. In a stream, it
-    returns an object for a part or the end of an answer. `end` returns the objects that follow the answers of a
-    stream."""
+    """The functions that read a path's requests and write its replies. `read` reads a body. `write` returns the
+    reply with all answers; in a stream, `write` returns an object for a part or the end of an answer. `end`
+    returns the objects that follow the answers of a stream."""
 
     read: Callable[[Fields], Asked]
     write: Callable[[Asked, Answers, bool], Any]
     form: str = "sse"
-    """Format of a stream: sse, which ends with `data: [DONE]`; sse-bare, which does not; ndjson."""
+    """Format of a stream: sse (ends with `data: [DONE]`), sse-bare (server-sent events without this end) or
+    ndjson."""
     end: Callable[[Asked, Answers], Sequence[Any]] = lambda request, answers: ()
 
 
@@ -32,9 +33,9 @@ class Check(NamedTuple):
 class Protocol(NamedTuple):
     """A protocol: paths with their endpoints, and paths that describe the models.
 
-    `checks` maps the text before and after a cursor and a model's name to the clients' requests, which `dunes
-    doctor` sends. `write_error` returns the body of a reply with an error, also for unknown paths that start with
-    `prefix`.
+    `checks(before, after, model)` returns the clients' requests at the cursor between two texts; `dunes doctor`
+    sends these requests. `write_error` returns the body of a reply with an error, also for unknown paths that
+    start with `prefix`.
     """
 
     name: str
