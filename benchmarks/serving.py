@@ -117,8 +117,10 @@ def time_cancel(port: int, client: Client, rounds: int = 20) -> list[float]:
     return times
 
 
-def type_together(port: int, path: Path, editors: int = 16, seconds: float = 60.0, every: float = 2.0) -> list[float]:
-    """Milliseconds of the requests of so many editors, each on other lines of the file, one every `every` seconds."""
+def type_together(
+    port: int, path: Path, editors: int = 16, seconds: float = 60.0, every: float = 2.0
+) -> list[float]:
+    """Milliseconds of the requests of editors on other lines of a file, each with one every `every` seconds."""
     text, times, begin = path.read_text(), list[float](), perf_counter()
     lines = [line for line in file_lines(text) if len(line.text) > 4]
 
