@@ -124,30 +124,39 @@ def _exact_products(x: Tensor) -> Iterator[None]:
         yield
 
 
-def fast_products(dtype: torch.dtype) -> AbstractContextManager[None]:
+def fast_products(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[None]:
     """A context that computes float32 matrix products by oneDNN, if this is faster and a model runs in `dtype`.
 
     On AMD processors, MKL uses AVX2, and oneDNN uses AVX-512 (Zen 5, one thread, 128 x 784 by 784 x 128: 105 and
     211 GFLOP/s). PyTorch calls oneDNN only where rounding to bfloat16 is allowed. Without AMX, oneDNN does not
     round, which is checked once. The context of a bfloat16 model does nothing, since its few float32 products are
-    small: a small product takes oneDNN 12 us, and MKL 2 us.
+    small: a small product takes oneDNN 12 us, and MKL 2 us. On a GPU it does nothing either: inside the context,
+    `torch.get_float32_matmul_precision` raises RuntimeError, and Inductor calls it for GPUs.
     """
-    return _products_allow_bfloat16() if dtype == torch.float32 and _onednn_is_faster() else nullcontext()
+    applies = dtype == torch.float32 and device.type == "cpu"
+    return _products_allow_bfloat16() if applies and _onednn_is_faster() else nullcontext()
 
 
 @cache
 def _onednn_is_faster() -> bool:
-    facts, x = measure.processor(), torch.full((64, 64), 1 + 2**-12)  # 1 in bfloat16
+    facts = measure.processor()
     if facts.get("vendor_id") != "AuthenticAMD" or "avx512f" not in facts["flags"].split():
         return False
-    with _products_allow_bfloat16():
+    x = torch.full((64, 64), 1 + 2**-12, dtype=torch.float32, device="cpu")  # 1 in bfloat16
+    with _products_allow_bfloat16(), without_autocast(x):
         return torch.allclose((x @ x).double(), x.double() @ x.double())
 
 
 @contextmanager
 def _products_allow_bfloat16() -> Iterator[None]:
     setting: Any = torch.backends.mkldnn
-    before, setting.matmul.fp32_precision = setting.matmul.fp32_precision, "bf16"
+    before = setting.matmul.fp32_precision
+    if before == "bf16":  # also if another thread is inside, which restores the setting
+        yield
+        return
+    if before == setting.fp32_precision:  # inherited, so that it follows later changes of the general setting
+        before = "none"
+    setting.matmul.fp32_precision = "bf16"
     try:
         yield
     finally:

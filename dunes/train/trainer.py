@@ -148,7 +148,7 @@ class Trainer:
             micro_batches = [batch for _, batch in zip(range(self.accumulate), stream, strict=False)]
             if len(micro_batches) < self.accumulate:
                 return
-            with tree.mode(self.model, True), fast_products(self.dtype):
+            with tree.mode(self.model, True), fast_products(self.dtype, self.device):
                 step = self._step(micro_batches, start)
             yield step
             self.raise_if_diverged(step)
