@@ -117,6 +117,30 @@ def time_cancel(port: int, client: Client, rounds: int = 20) -> list[float]:
     return times
 
 
+def type_together(
+    port: int, path: Path, editors: int = 16, seconds: float = 60.0, every: float = 2.0
+) -> list[float]:
+    """Milliseconds of the requests of editors on other lines of a file, each with one every `every` seconds."""
+    text, times, begin = path.read_text(), list[float](), perf_counter()
+    lines = [line for line in file_lines(text) if len(line.text) > 4]
+
+    def work(i: int) -> None:
+        client, draw = Client(port), random.Random(i)
+        for k in range(int(seconds / every)):
+            sleep(max(0.0, begin + every * (k + i / editors) - perf_counter()))
+            line = lines[(i * len(lines) // editors + k) % len(lines)]
+            before, start = text[: line.start + draw.randrange(2, len(line.text))], perf_counter()
+            client.infill(before, text[line.end :], f"{i}-{path.name}")
+            times.append(1e3 * (perf_counter() - start))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(editors)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return times
+
+
 def serve_many(port: int, count: int, model: str, seconds: float = 10.0) -> float:
     """Tokens/s of so many clients that ask for up to 32 tokens again and again."""
     tokens, end = [0] * count, perf_counter() + seconds
@@ -225,6 +249,9 @@ def main(
     print(f"the same suggestion through HTTP and in the engine: {equal} of {count} cuts")
     cancelled = time_cancel(port, client)
     print(f"a closed stream frees the model: p50 {np.median(cancelled):.0f} ms, at most {max(cancelled):.0f} ms")
+    together = type_together(port, files[0])
+    median, most = np.percentile(together, [50, 95])
+    print(f"sixteen editors, a request each every two seconds: p50 {median:.0f} ms, p95 {most:.0f} ms")
     rates = [[f"{serve_many(each, n, str(run)):.0f}" for n in CLIENTS] for each in (port, *beside)]
     rows = [[name, *row] for name, row in zip(["dunes", *map(str, beside)], rates, strict=True)]
     print_table("Tokens/s", ["server", *(f"clients: {n}" for n in CLIENTS)], rows)

@@ -141,6 +141,51 @@ def test_products_of_a_few_rows_refuse_other_shapes_and_dtypes(products):
             products(*wrong)
 
 
+@pytest.mark.parametrize("facts", [{}, {"vendor_id": "GenuineIntel"}, {"vendor_id": "AuthenticAMD"}])
+def test_float32_products_by_onednn_are_not_rounded_to_bfloat16(monkeypatch, facts):
+    """Whatever the processor says of itself: with AMX, oneDNN rounds, and the context must then do nothing."""
+    monkeypatch.setattr(float32_products.measure, "processor", lambda: facts and facts | {"flags": "fma avx512f"})
+    monkeypatch.setattr(float32_products, "_onednn_is_faster", float32_products._onednn_is_faster.__wrapped__)
+    setting, x = torch.backends.mkldnn.matmul, torch.full((64, 64), 1 + 2**-12)
+    for dtype in (torch.float32, torch.bfloat16):
+        with float32_products.fast_products(dtype, x.device):
+            close(x @ x, (x.double() @ x.double()).float(), 1e-6)
+            assert setting.fp32_precision == "none" or (facts.get("vendor_id"), dtype) == ("AuthenticAMD", x.dtype)
+        assert setting.fp32_precision == "none"
+
+
+def test_products_by_onednn_leave_torchs_settings_and_follow_none(monkeypatch):
+    """Autocast around the first step must not decide, a general setting must still apply afterwards, and Inductor
+    must be able to read the precision of a GPU's products."""
+    facts = {"vendor_id": "AuthenticAMD", "flags": "fma avx512f"}
+    monkeypatch.setattr(float32_products.measure, "processor", lambda: facts)
+    check, backends = float32_products._onednn_is_faster.__wrapped__, torch.backends
+    with torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
+        assert check() == (not torch.cpu._is_amx_tile_supported())
+    monkeypatch.setattr(float32_products, "_onednn_is_faster", lambda: True)
+    with float32_products.fast_products(torch.float32, torch.device("cuda")):
+        assert torch.get_float32_matmul_precision() == "highest"
+    one, other = (float32_products.fast_products(torch.float32, torch.device("cpu")) for _ in range(2))
+    one.__enter__()  # as in two threads
+    other.__enter__()
+    one.__exit__(None, None, None)
+    other.__exit__(None, None, None)
+    assert backends.mkldnn.matmul.fp32_precision == "none"
+    try:
+        for general in ("tf32", "ieee", "bf16"):
+            backends.fp32_precision = general
+            for _ in range(2):
+                with float32_products.fast_products(torch.float32, torch.device("cpu")):
+                    assert backends.mkldnn.matmul.fp32_precision == "bf16"
+                assert backends.mkldnn.matmul.fp32_precision == general
+        backends.mkldnn.matmul.fp32_precision = "tf32"
+        with float32_products.fast_products(torch.float32, torch.device("cpu")):
+            pass
+        assert backends.mkldnn.matmul.fp32_precision == "tf32"
+    finally:
+        backends.mkldnn.matmul.fp32_precision = backends.fp32_precision = "none"
+
+
 @pytest.mark.parametrize("instructions", [True, False])
 def test_the_choice_of_products_follows_from_the_processor_or_the_record(monkeypatch, instructions):
     """Results depend on it: a change that went on after a kill ended in other bytes once in some 16 times."""

@@ -25,7 +25,7 @@ import pytest
 import torch
 
 from conftest import display, eventually, raising, refuses_command, toy
-from dunes import checkpoint
+from dunes import checkpoint, measure
 from dunes.checkpoint import load_with_tokenizer
 from dunes.cli.serve import Editor
 from dunes.completion.completer import CopyNearest, FolderCompleter
@@ -1022,13 +1022,16 @@ def test_a_small_change_among_many_open_files_is_indexed_alone(run):
     assert copied("name_5 = first_call_5") != "(1)"
 
 
-def test_a_replaced_model_is_let_go_and_chats_made_for_it_are_refused(worker):
+def test_a_replaced_model_is_let_go_and_chats_made_for_it_are_refused(worker, monkeypatch):
     import weakref
 
+    returns, give = [], measure.return_freed_memory
+    monkeypatch.setattr(measure, "return_freed_memory", lambda: returns.append(give()))
     model = worker.models["run"]
     old, request = weakref.ref(model.current.loaded.model), TextRequest("a", 3, batch=object())
     worker.call(model.reload).result(60)
     assert eventually(lambda: old() is None, 5)
+    assert returns, "its memory is returned to the system"
     with pytest.raises(Refused, match="loaded again"):
         model.add(request, print, lambda: False)
 

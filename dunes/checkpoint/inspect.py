@@ -84,7 +84,7 @@ def judge(opened: OpenedModel) -> Verdict:
         reasons.append(str(error))
     try:
         tokenizer = Tokenizer.load_if_present(opened.folder)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         reasons.append(str(error))
     checks: list[Callable[[], object]] = [
         partial(verified_card, opened.folder, math.inf),

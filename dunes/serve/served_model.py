@@ -4,7 +4,6 @@ changes.
 For a request without a path, the file is identified by the lines around the cursor.
 """
 
-import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -189,7 +188,7 @@ class ServedModel:
         self.current = new
         if was_copying and not new.copies:
             self._say(f"{self.name}: its model completes lines from now on")
-        gc.collect()  # frees the old model, held by a reference cycle in its engine
+        measure.return_freed_memory()  # of the old model, held by a reference cycle in its engine
 
     @property
     def is_outdated(self) -> bool:

@@ -88,6 +88,7 @@ class Worker:
             if follows:
                 self._followers.append(Follower(model, self.call, say))
                 self._followers[-1].start()
+        self.call(measure.return_freed_memory)
 
     def facts_by_name(self, name: str, is_exact: bool = False) -> Named:
         """Pairs (name, facts) for the model or adapter with this name, or for all models and adapters if the name

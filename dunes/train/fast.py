@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dunes import tree
+from dunes.ops.float32_products import fast_products
 from dunes.ops.kernels import one_line, why_not_compiled
 from dunes.progress import Line
 from dunes.train.loss import Loss
@@ -129,7 +130,8 @@ class Unit:
         lrs = torch.tensor([[lr * scale for lr in rates] for scale in scales], device=trainer.device)
         with tree.mode(trainer.model, True), torch._dynamo.config.patch(trace_autograd_ops=True):
             key = int(trainer.seed), trainer.number, 0
-            with seeded(trainer.device, key) if self.draws else nullcontext():
+            products = fast_products(trainer.dtype, trainer.device)
+            with seeded(trainer.device, key) if self.draws else nullcontext(), products:
                 values, metrics = self._compiled(batch, lrs)
         rows = values.tolist()
         means = [{name: value.tolist() for name, value in of_step.items()} for of_step in metrics]

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from dunes import tree
 from dunes.cores import share_cores
 from dunes.measure import ranks
+from dunes.ops.float32_products import fast_products
 from dunes.train.loss import Loss
 from dunes.units import format_count, plural
 
@@ -147,7 +148,7 @@ class Trainer:
             micro_batches = [batch for _, batch in zip(range(self.accumulate), stream, strict=False)]
             if len(micro_batches) < self.accumulate:
                 return
-            with tree.mode(self.model, True):
+            with tree.mode(self.model, True), fast_products(self.dtype, self.device):
                 step = self._step(micro_batches, start)
             yield step
             self.raise_if_diverged(step)
