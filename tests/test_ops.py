@@ -272,7 +272,8 @@ def test_attention_drops_weights_only_when_told():
 @pytest.mark.parametrize("ignored", [False, True])
 @pytest.mark.parametrize("chunk", [7 * 50, 1 << 20])
 def test_cross_entropy(ignored, chunk, monkeypatch):
-    monkeypatch.setitem(cross_entropy.CHUNK, "cpu", chunk)
+    for sizes in (cross_entropy.CHUNK, cross_entropy.SLICE):
+        monkeypatch.setitem(sizes, "cpu", chunk)
     torch.manual_seed(0)
     x, weight, targets = torch.randn(33, 16), torch.randn(50, 16), torch.randint(50, (33,))
     if ignored:

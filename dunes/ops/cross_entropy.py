@@ -22,6 +22,7 @@ from dunes.ops.operation import autocast_dtype, once_differentiable, without_aut
 IGNORE = -100
 """Target id of a position that does not count in the loss, as in PyTorch."""
 CHUNK = {"cpu": 1 << 21}  # logits per chunk that fit the cache
+SLICE = {"cpu": 1 << 19}  # logits in float32 at a time; a chunk's float32 copies would leave the cache
 MIN_TOKENS = 256  # minimum tokens per chunk; the head's width if smaller, to limit the memory of logits
 LARGE_CHUNK = 1 << 28  # logits per chunk on GPUs, where launching a kernel costs more than memory
 
@@ -134,13 +135,21 @@ class _Fused(torch.autograd.Function):
 
 def _chunk(x: Tensor, head: Tensor, targets: Tensor, mask: Tensor, needs_grad: bool) -> tuple[Tensor, Tensor]:
     """Summed loss of the tokens in `mask`, and with `needs_grad` its gradient with respect to the logits."""
-    logits = (x @ head.T).float()
+    logits, loss = x @ head.T, x.new_zeros((), dtype=torch.float32)
+    size = max(1, SLICE.get(x.device.type, LARGE_CHUNK) // len(head))
+    for part, *labels in zip(*(torch.split(t, size) for t in (logits, targets, mask)), strict=True):
+        part_loss, probs = _slice(part.float(), *labels)
+        loss += part_loss
+        if needs_grad:
+            part.copy_(probs)
+    return loss, logits
+
+
+def _slice(logits: Tensor, targets: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Summed loss of float32 logits, and its gradient."""
     probs = logits.softmax(-1)
     index = targets.where(mask, 0)[:, None]
     # logsumexp is exact if computed from the largest probability, which never underflows.
     logsumexp = logits.amax(-1, keepdim=True) - probs.amax(-1, keepdim=True).log()
     loss = (logsumexp - logits.gather(1, index))[:, 0].where(mask, 0.0).sum()
-    if not needs_grad:
-        return loss, probs
-    probs.scatter_add_(1, index, torch.full_like(logsumexp, -1.0))
-    return loss, probs.to(x.dtype)
+    return loss, probs.scatter_add_(1, index, torch.full_like(logsumexp, -1.0))
