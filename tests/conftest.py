@@ -283,6 +283,11 @@ def refused(read, path) -> str:
     return line
 
 
+def equal_states(a, b):
+    """Two dictionaries of tensors have the same names, dtypes and numbers."""
+    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
+
+
 def raising(error):
     """A function that raises this error, whatever it is called with."""
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conftest import refuses
+from conftest import equal_states, refuses
 from dunes.augment import apply_change, repeat_structure
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
@@ -53,6 +53,4 @@ def assert_takes_numbers(fresh, change, model, ids):
 def assert_refused_unchanged(words, model, change, **request):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     refuses(words, apply_change, model, change, **request)
-    after = model.state_dict()
-    assert after.keys() == before.keys()
-    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert equal_states(model.state_dict(), before)

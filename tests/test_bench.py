@@ -324,8 +324,7 @@ def test_only_what_both_have_is_compared_and_what_differs_is_named():
     assert found.unmatched == ["train batch 1", "train batch 4"]
     assert found.differing["subject"] == ("m", "other")
     assert found.differing["matmul rate"] == (1e12, 1e12)
-    with pytest.raises(ValueError, match="no case was measured in both: A has train batch 1, B has train batch 4"):
-        compare(a[:20], [*b[20:], b[0] | {"batch": 8}])
+    refuses("A has train batch 1, B has train batch 4", compare, a[:20], [*b[20:], b[0] | {"batch": 8}])
 
 
 def test_rounds_are_paired_by_their_numbers():

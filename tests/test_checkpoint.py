@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import change_json, raising, refuses
+from conftest import change_json, equal_states, raising, refuses
 from dunes import augment, checkpoint
 from dunes.checkpoint import inspect, state
 from dunes.checkpoint.card import finish_save, verified_card
@@ -45,8 +45,7 @@ def test_what_is_saved_is_loaded_bit_for_bit(family, tmp_path):
     model = build(family)
     checkpoint.save(model, tmp_path, TOKENIZER, 16, {"note": "x"})
     loaded = checkpoint.load(tmp_path)
-    assert loaded.model.state_dict().keys() == model.state_dict().keys()
-    assert all(torch.equal(v, model.state_dict()[k]) for k, v in loaded.model.state_dict().items())
+    assert equal_states(loaded.model.state_dict(), model.state_dict())
     assert loaded.card["note"] == "x"
     assert loaded.context_length == 16
     assert not loaded.model.training

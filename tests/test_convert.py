@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from conftest import change_json, raising, refuses, refuses_command
+from conftest import change_json, equal_states, raising, refuses, refuses_command
 from dunes.checkpoint import card as cards
 from dunes.checkpoint import inspect, write
 from dunes.checkpoint.convert import convert, read_name_table
@@ -69,10 +69,6 @@ def bits(folder):
     return load_file(folder / "model.safetensors")
 
 
-def same(a, b):
-    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
-
-
 def digests(folder):
     return {p.name: sha256(p.read_bytes()).hexdigest() for p in folder.iterdir() if p.is_file()}
 
@@ -88,7 +84,7 @@ def test_native_files_convert_bit_for_bit(kind, dtype, tmp_path):
     params = json.loads((tmp_path / "native" / "params.json").read_text())
     assert params.get("tied_embeddings", False) == (kind == "tied")
     assert back.relative <= 1e-5, "adjacent pairs and halves are one model"
-    assert same(bits(tmp_path / "hf"), bits(tmp_path / "back"))
+    assert equal_states(bits(tmp_path / "hf"), bits(tmp_path / "back"))
     again = type(hf).from_pretrained(tmp_path / "back").eval()
     ids = torch.arange(20)[None]
     assert torch.equal(again(ids).logits, hf(ids).logits)
@@ -126,7 +122,7 @@ def test_shards_of_several_machines_are_one_model(words_in, tmp_path):
     shutil.copy(tmp_path / "native" / "params.json", meta)
     change_json(meta / "params.json", vocab_size=-1)
     convert(open_model(meta), tmp_path / "back")
-    assert same(bits(tmp_path / "hf"), bits(tmp_path / "back"))
+    assert equal_states(bits(tmp_path / "hf"), bits(tmp_path / "back"))
     (meta / "consolidated.00.pth").rename(meta / "consolidated.02.pth")
     refuses(r"a number occurs twice: consolidated\.01\.pth", open_model, meta)
 
@@ -148,7 +144,7 @@ def test_the_first_mixtral_files_stacked_and_apart(tmp_path):
     torch.save(weights, torrent / "consolidated.00.pt")
     torch.save({k: v.clone() for k, v in stacked.items()}, torrent / "consolidated.01.pt")
     convert(open_model(torrent), tmp_path / "back")
-    assert same(bits(tmp_path / "hf"), bits(tmp_path / "back"))
+    assert equal_states(bits(tmp_path / "hf"), bits(tmp_path / "back"))
 
 
 @pytest.mark.parametrize(
@@ -163,8 +159,7 @@ def test_a_wrong_permutation_does_not_pass(wrong, size, dtype, hf, tmp_path, mon
     right = native.to_halves
     broken = {"not permuted": lambda w, heads: w, "keys by the heads of queries": lambda w, heads: right(w, 2)}
     monkeypatch.setattr(native, "to_halves", broken[wrong])
-    with pytest.raises(ValueError, match="the result is another model: logits of 32 tokens differ by"):
-        convert(open_model(tmp_path / "native"), tmp_path / "back", dtype=dtype)
+    refuses("another model", convert, open_model(tmp_path / "native"), tmp_path / "back", dtype=dtype)
     assert not (tmp_path / "back").exists()
 
 
@@ -276,7 +271,7 @@ def test_concurrent_conversions_exclude_each_other(hf, tmp_path):
     with cards.exclusive_folder(tmp_path / "out"):
         refuses("another process is writing", convert, open_model(hf), tmp_path / "out")
     convert(open_model(hf), tmp_path / "out")
-    assert same(bits(hf), bits(tmp_path / "out"))
+    assert equal_states(bits(hf), bits(tmp_path / "out"))
 
 
 def test_a_result_that_another_process_finished_meanwhile_stays(hf, tmp_path, monkeypatch):
@@ -289,7 +284,7 @@ def test_a_result_that_another_process_finished_meanwhile_stays(hf, tmp_path, mo
 
     monkeypatch.setattr(write, "exclusive_folder", late)
     refuses("exists already", convert, open_model(hf), out, dtype=torch.bfloat16)
-    assert same(bits(hf), bits(out))
+    assert equal_states(bits(hf), bits(out))
 
 
 def test_a_save_whose_files_another_process_renames_is_not_removed(hf, tmp_path, monkeypatch):
@@ -306,7 +301,7 @@ def test_a_save_whose_files_another_process_renames_is_not_removed(hf, tmp_path,
     monkeypatch.setattr(cards, "place_files", slow)
     convert(open_model(hf), out)
     threads[0].join()
-    assert same(bits(hf), bits(out))
+    assert equal_states(bits(hf), bits(out))
 
 
 @pytest.mark.parametrize("name", [".ready", ".unfinished"])
@@ -346,7 +341,7 @@ def test_every_family_converts_bit_for_bit(form, tmp_path):
     safetensors_file.write_tensors(tmp_path / "hf", renamed(moves, in_memory(model.state_dict())))
     (tmp_path / "hf" / "config.json").write_text(json.dumps(module.to_hf(small_config(family, **sizes))))
     assert convert(open_model(tmp_path / "hf"), tmp_path / "out").largest_difference == 0.0
-    assert same(bits(tmp_path / "hf"), bits(tmp_path / "out"))
+    assert equal_states(bits(tmp_path / "hf"), bits(tmp_path / "out"))
     ids = torch.randint(97, (2, 16), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         assert (source_logits(open_model(tmp_path / "out")) - model.eval()(ids)).abs().max() <= 1e-4
@@ -362,7 +357,7 @@ def test_a_table_of_foreign_names(hf, tmp_path):
     names = {foreign_name(name): name for name in (f"model.layers.{{i}}.{part}.weight" for part in parts)}
     (tmp_path / "names.json").write_text(json.dumps(names))
     convert(open_model(foreign, read_name_table(tmp_path / "names.json")), tmp_path / "out")
-    assert same(bits(hf), bits(tmp_path / "out"))
+    assert equal_states(bits(hf), bits(tmp_path / "out"))
     for broken, words in {'{"a": 1}': "the value of 'a' must be a name", '{"{i}": "{j}"}': "j"}.items():
         (tmp_path / "names.json").write_text(broken)
         refuses(words, read_name_table, tmp_path / "names.json")
@@ -380,7 +375,7 @@ def test_large_models_are_sharded(hf, tmp_path):
     assert len(set(index["weight_map"].values())) >= 4
     assert index["metadata"]["total_size"] == sum(w.nbytes for w in weights.values())
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "many").state_dict()
-    assert same(weights, dict(again))
+    assert equal_states(weights, dict(again))
     assert torch.equal(source_logits(open_model(tmp_path / "many")), source_logits(open_model(hf)))
 
 
@@ -389,7 +384,7 @@ def test_the_library_reads_what_is_written(tmp_path):
     tensors = {f"t{i}": torch.randn(3, i + 1).mul(9).to(kind) for i, kind in enumerate(kinds)}
     tensors |= {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4), "turned": torch.randn(4, 3).T}
     safetensors_file.write_tensors(tmp_path, in_memory(tensors))
-    assert same(load_file(tmp_path / "model.safetensors"), tensors)
+    assert equal_states(load_file(tmp_path / "model.safetensors"), tensors)
 
 
 PARAMS = {"dim": 48, "n_layers": 2, "n_heads": 6, "norm_eps": 1e-5, "vocab_size": 97}
@@ -472,5 +467,5 @@ def test_a_pickle_becomes_safetensors_bit_for_bit_and_shared_numbers_are_written
     (old / "model.safetensors").unlink()
     torch.save(state, old / "pytorch_model.bin")
     convert(open_model(old), tmp_path / "out")
-    assert same(bits(tmp_path / "out"), weights)
+    assert equal_states(bits(tmp_path / "out"), weights)
     assert "lm_head.weight" not in bits(tmp_path / "out")

@@ -136,8 +136,7 @@ def test_copies_of_one_file_are_no_training_and_validation(tmp_path):
     corpus = collect_corpus([tmp_path])
     assert (len(corpus.train), corpus.valid) == (2, [])
     assert gather(toy(tmp_path)).split == "tails"
-    with pytest.raises(ValueError, match="a single file, or near-duplicates of one; add files"):
-        gather(toy(tmp_path, split="files"))
+    refuses("a single file, or near-duplicates of one; add files", gather, toy(tmp_path, split="files"))
 
 
 def test_a_run_tells_near_duplicates_and_its_card_has_the_version_of_the_split(tmp_path):

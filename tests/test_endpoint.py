@@ -246,11 +246,9 @@ def test_budgets():
     assert Budget.parse(" 2.5 USD ", (1.0, 2.0)) == Budget(2.5, True, (1.0, 2.0))
     assert Budget.parse(None).limit == float("inf")
     for text in ("5usd", "", "1,5usd", "1,2345", "five", "-1", "5 eur", "1e3", "nan"):
-        with pytest.raises(ValueError, match="--"):
-            Budget.parse(text)
+        refuses("--", Budget.parse, text)
     for prices in ((-1.0, 2.0), (1.0, float("nan"))):
-        with pytest.raises(ValueError, match="--prices"):
-            Budget.parse(None, prices)
+        refuses("--prices", Budget.parse, None, prices)
 
 
 KILLS = 20
@@ -455,8 +453,7 @@ def test_what_is_refused_before_anything_is_asked(tmp_path):
         *({"out": str(tmp_path / out)} for out in ("folder", "nowhere/out.json", "x.requests.jsonl")),
         {"out": base.seeds},
     ):
-        with pytest.raises(ValueError, match=r"--|expected|log"):
-            MADE.main(replace(base, **fields))
+        refuses(r"--|expected|log", MADE.main, replace(base, **fields))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "seeds.jsonl"]
 
 

@@ -286,8 +286,7 @@ def test_each_file_begins_with_its_path(tmp_path):
     assert not any(i in sentinels(BYTES)[:3] for header in texts for i in header)
     moved = [replace(files[0], name="moved.py"), *files[1:]]
     assert token_shard(moved, BYTES, tmp_path / "cache", headers=True).key != shards[1].key
-    with pytest.raises(ValueError, match=r"no token '<\|file_sep\|>'"):
-        token_shard(files, metaspace_tokenizer(), tmp_path / "cache", headers=True)
+    refuses("file_sep", token_shard, files, metaspace_tokenizer(), tmp_path / "cache", headers=True)
 
 
 @pytest.mark.parametrize("separate", [False, True])
@@ -394,10 +393,8 @@ def test_completion_is_on_where_most_of_the_text_is_source_code(tmp_path):
     (prose / "more.PY").write_text("x" * 100)
     assert chosen(toy(prose, complete=None), prose)[0]
     assert missing_sentinels(BPE) == []
-    with pytest.raises(ValueError, match="completion"):
-        chosen(replace(base, fim_rate=0.5), code, foreign)
-    with pytest.raises(ValueError, match="--fim-rate"):
-        chosen(toy(code, tokenizer="chars", fim_rate=0.9, complete=None), code)
+    refuses("completion", chosen, replace(base, fim_rate=0.5), code, foreign)
+    refuses("--fim-rate", chosen, toy(code, tokenizer="chars", fim_rate=0.9, complete=None), code)
 
 
 # Whole runs

@@ -283,8 +283,8 @@ def test_a_penalty_applies_to_the_last_ids(last):
     assert probs.allclose(want.softmax(-1))
 
 
-@pytest.mark.parametrize("top_k", [0, -1])
-def test_a_top_k_of_nothing_keeps_all_ids(top_k):
+@pytest.mark.parametrize("top_k", [0, -1, 10**20])
+def test_a_top_k_of_nothing_or_above_any_vocabulary_keeps_all_ids(top_k):
     logits = torch.randn(40)
     assert torch.equal(sampler(top_k=top_k).process(logits, []), sampler().process(logits, []))
     options = SamplingOptions(top_k=top_k, min_p=0.1, seed=3)
@@ -307,8 +307,7 @@ def test_draws_have_the_probabilities_and_no_excluded_id(monkeypatch):
 
 @pytest.mark.parametrize("logits", [[torch.nan, 1.0], [-torch.inf, -torch.inf]])
 def test_nothing_is_drawn_from_logits_without_probabilities(logits):
-    with pytest.raises(ValueError, match="no id can be drawn"):
-        draw(0)(torch.tensor(logits))
+    refuses("no id can be drawn", draw(0), torch.tensor(logits))
 
 
 @pytest.mark.parametrize("seed", [10**22 + 7, -(10**22), 2**64 - 1, -1, -(2**63)])
@@ -321,11 +320,7 @@ def test_any_seed_is_a_seed(seed):
     assert not torch.equal(weights[0], weights[2])
 
 
-def test_draws_follow_the_distribution_and_are_even_in_the_limit_of_a_large_temperature():
-    logits = torch.tensor([0.0, 1.0, 2.0, -torch.inf])
-    sample = sampler(1.0, seed=3)
-    drawn = torch.tensor([int(sample(logits, [])) for _ in range(4000)])
-    assert (torch.bincount(drawn, minlength=4) / 4000 - logits.softmax(-1)).abs().max() < 0.03
+def test_draws_are_even_in_the_limit_of_a_large_temperature():
     logits = torch.tensor([1.0, 300.0, 2.0, -torch.inf])
     for temperature in (1e20, 1e39, 1e308):
         sample = sampler(temperature)
@@ -385,11 +380,6 @@ def test_0_is_refused_also_after_training_which_flushes_denormal_numbers(setting
         refuses(f"sampling: {setting} is 0.0; expected", sampler, **{setting: 0.0})
     finally:
         torch.set_flush_denormal(False)
-
-
-def test_a_top_k_above_any_vocabulary_keeps_all():
-    logits = torch.tensor([1.0, 3.0, 2.0])
-    assert torch.equal(sampler(top_k=10**20).process(logits, []), logits)
 
 
 def test_an_empty_prompt_is_refused():

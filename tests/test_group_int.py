@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from adapters import IDS, build, difference
-from conftest import refuses
+from conftest import equal_states, refuses
 from dunes import checkpoint
 from dunes.augment import quantize
 from dunes.augment.quantization import describe
@@ -196,9 +196,7 @@ def test_a_file_is_loaded_bit_for_bit_and_has_the_predicted_bytes(tmp_path, requ
     data = (tmp_path / "m" / "model.safetensors").read_bytes()
     assert len(data) - 8 - struct.unpack("<Q", data[:8])[0] == expected, "Q5"
     loaded = checkpoint.load(tmp_path / "m")
-    state = loaded.model.state_dict()
-    assert state.keys() == model.state_dict().keys()
-    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items()), "Q8"
+    assert equal_states(loaded.model.state_dict(), model.state_dict()), "Q8"
     assert torch.equal(loaded.model(IDS), model(IDS))
 
 

@@ -153,8 +153,7 @@ def test_a_group_that_is_added_is_trained(make, inner):
     model, trainer = changed(add, first_layers, lr_scale=lambda step: 0.5)
     assert rates(trainer.optimizer)[-1] == 0.5
     assert not close(model[2].weight, build()[2].weight)
-    with pytest.raises(ValueError, match="appear in more than one parameter group"):
-        trainer.optimizer.add_param_group({"params": [model[0].weight]})
+    refuses("more than one parameter group", trainer.optimizer.add_param_group, {"params": [model[0].weight]})
 
 
 def test_rates_are_resumed_as_they_were_left():

@@ -9,9 +9,11 @@ import warnings
 from functools import partial
 
 import pytest
+import tokenizers
 import yaml
+from tokenizers import processors
 
-from conftest import display, refuses, toy
+from conftest import change_json, display, refuses, toy
 from dunes.evaluate.tasks import run_tasks
 from dunes.runs.train import train
 
@@ -113,19 +115,13 @@ def trained(code, folder, family="arcee", tokenizer="bpe"):
 
 def with_first_token(folder):
     """As if the folder were somebody else's whose tokenizer puts a token before every text."""
-    first, path = "<|im_start|>", folder / "tokenizer.json"
-    words = json.loads(path.read_text())
-    (id,) = (token["id"] for token in words["added_tokens"] if token["content"] == first)
-    whole = [{"SpecialToken": {"id": first, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
-    words["post_processor"] = {
-        "type": "TemplateProcessing",
-        "single": whole,
-        "pair": [*whole, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {first: {"id": first, "ids": [id], "tokens": [first]}},
-    }
-    path.write_text(json.dumps(words))
+    first, path = "<|im_start|>", str(folder / "tokenizer.json")
+    inner = tokenizers.Tokenizer.from_file(path)
+    marks = [(first, inner.token_to_id(first))]
+    inner.post_processor = processors.TemplateProcessing(single=f"{first} $A", special_tokens=marks)
+    inner.save(path)
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | {"bos_token": first}))
+        change_json(folder / name, bos_token=first)
     (folder / "dunes.json").unlink()
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from adapters import IDS, build, difference, trained
-from conftest import refuses
+from conftest import equal_states, refuses
 from dunes import checkpoint, tree
 from dunes.augment import (
     Adapted,
@@ -111,8 +111,7 @@ def test_training_moves_only_the_adapter_and_keeps_no_copy_of_the_base(few_bits)
     print(f"base {few_bits}: loss {losses[0]:.2f} to {losses[-1]:.2f}, {len(optimizer.state)} tensors learnt")
     assert losses[-1] < losses[0] - 0.3
     bases = base_model(model).state_dict()
-    assert bases.keys() == weights.keys()
-    assert all(torch.equal(bases[k], w) for k, w in weights.items()), "L7"
+    assert equal_states(bases, weights), "L7"
     assert {w.data_ptr() for w in bases.values()} == pointers
     adapters = {id(p) for n, p in model.named_parameters() if ".adapters." in n}
     assert {id(p) for p in optimizer.state} == adapters, "L7"

@@ -12,20 +12,14 @@ from dunes.augment import CHANGES, Change, apply_change, repeat_structure, undo_
 from dunes.models import FAMILIES
 from dunes.runs.augment import augment_folder
 from small_models import add_noise, assert_refused_unchanged, random_model
+from test_lora import KINDS
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*no tokenizer")
 TEXT = torch.randint(50, (40, 32), generator=torch.Generator().manual_seed(3))
 BIT_FOR_BIT, ROUNDED = 0.0, 1e-5
 METHODS = {
     **{
-        name: ("lora", {"rank": 4, "ranks": {"**.q": 2}} | request, BIT_FOR_BIT)
-        for name, request in {
-            "lora": {},
-            "rslora": {"rslora": True},
-            "dora": {"dora": True},
-            "pissa": {"init": "pissa"},
-            "dora-pissa": {"dora": True, "init": "pissa"},
-        }.items()
+        name: ("lora", {"rank": 4, "ranks": {"**.q": 2}} | request, BIT_FOR_BIT) for name, request in KINDS.items()
     },
     **{
         name: ("lora-experts", {"rank": 4} | request, BIT_FOR_BIT)

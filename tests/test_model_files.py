@@ -252,8 +252,7 @@ def test_sources_that_a_strangers_card_names_are_read_if_asked_for(read, foreign
     monkeypatch.chdir(tmp_path)
     remember_sources(["private"], follow_links=False)
     read(loaded)
-    with pytest.raises(ValueError, match="--trust-sources"):
-        read(replace(loaded, card={"trained": split_of(tmp_path)}))
+    refuses("--trust-sources", read, replace(loaded, card={"trained": split_of(tmp_path)}))
 
 
 @pytest.mark.filterwarnings("default:not scored")

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from conftest import display, refuses
+from conftest import display, equal_states, refuses
 from dunes import checkpoint, tree
 from dunes.augment.options import Prune
 from dunes.augment.prune import masked_places
@@ -51,9 +51,7 @@ def zeros(folder):
 
 
 def assert_same_zeros(one, two):
-    before, after = zeros(one), zeros(two)
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert equal_states(zeros(one), zeros(two))
 
 
 def test_the_verb_reports_what_it_pruned(base, pruned, tmp_path, capsys, monkeypatch):

