@@ -1,6 +1,8 @@
 """Every fast form against its plain twin: values and gradients."""
 
 import math
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -116,11 +118,8 @@ def test_products_of_a_few_rows(products, dtype, outputs, inputs):
 def test_products_of_a_few_rows_by_several_threads(products):
     torch.manual_seed(0)
     x, weight, threads = torch.randn(5, 700), torch.randn(1001, 700).bfloat16(), torch.get_num_threads()
-    results = []
     try:
-        for n in (1, 2, 3):
-            torch.set_num_threads(n)
-            results.append(products(x, weight))
+        results = [torch.set_num_threads(n) or products(x, weight) for n in (1, 2, 3)]
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(y, results[0]) for y in results)
@@ -139,6 +138,19 @@ def test_products_of_a_few_rows_refuse_other_shapes_and_dtypes(products):
     for wrong in ((x, weight[:, :5]), (x.bfloat16(), weight), (x[0, :5], weight), (x, weight[0, :5])):
         with pytest.raises(RuntimeError):
             products(*wrong)
+
+
+def test_the_kernel_of_row_products_is_loaded_once_or_refused(monkeypatch, tmp_path):
+    loaded = []
+    has_kernel = lambda *names: bool(loaded) or time.sleep(0.02)
+    monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", has_kernel)
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", lambda: "true")  # writes no library
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        row_products.compile_library(tmp_path / "library.so")
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(row_products.load_library, [row_products.SOURCE] * 3))
+    assert (len(loaded), [*tmp_path.iterdir()]) == (1, [])
 
 
 @pytest.mark.parametrize("facts", [{}, {"vendor_id": "GenuineIntel"}, {"vendor_id": "AuthenticAMD"}])

@@ -347,12 +347,7 @@ class CompiledStep:
         """
         takes_few = len(ids) <= FEW and self._takes_few(cache, cache.max_length)
         if BATCH in self._run and not takes_few and (len(ids) > 1 or not cache.max_length):
-            slot, slot_positions = cache.start_row(len(ids), len(ids))
-            new = slot_positions[slot:].expand(2, 1, -1).contiguous()
-            arguments = torch.tensor([[*ids]]), new, slot_positions[None]
-            logits, summary = self._run[BATCH]([*arguments, *cache.keys, *cache.values])
-            cache.advance(torch.tensor([len(ids)]))
-            return _scores(summary, logits)
+            return self.read_rows({0: ids}, cache)[0]
         n = 1 if len(ids) == 1 and cache.max_length else FEW
         (id_view, slot_view), (slot, slot_positions) = _numbers.views[n], cache.start_row(len(ids), n)
         id_view[:] = ids if len(ids) == n else [*ids, *[ids[-1]] * (n - len(ids))]

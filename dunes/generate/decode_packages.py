@@ -517,14 +517,10 @@ def compile_graph(
     # Inductor's backends, registered once per process, must be registered before one of them is replaced.
     common.init_backend_registration()
     cpu = common.device_codegens["cpu"]
-    writer = replace_attribute(cpu, "cpp_wrapper_codegen", wrapper.CppWrapperCpuArrayRef)
+    used = wrapper.CppWrapperCpuArrayRef if options is OPTIONS else cpu.cpp_wrapper_codegen
+    writer = replace_attribute(cpu, "cpp_wrapper_codegen", used)
     # In a temporary folder: other processes may use the usual cache; the compiler accepts no spaces in `path`.
-    with (
-        TemporaryDirectory() as folder,
-        fresh_cache(dir=folder),
-        limit,
-        writer if options is OPTIONS else nullcontext(),
-    ):
+    with TemporaryDirectory() as folder, fresh_cache(dir=folder), limit, writer:
         archive = f"{folder}/archive.pt2"
         make = partial(aoti_compile_and_package, package_path=archive, inductor_configs=dict(options))
         attempt("torch cannot compile this model", partial(make, graph))

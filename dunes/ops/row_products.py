@@ -12,6 +12,8 @@ The library with the C++ kernel is compiled in 3 seconds, and loaded by its user
 
 import shutil
 import subprocess
+import threading
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -34,6 +36,7 @@ def _fake(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
+_lock = threading.Lock()
 _torch: Any = torch  # its functions for operators are untyped
 _library = _torch.library.Library("dunes", "FRAGMENT")
 _library.define("row_products(Tensor x, Tensor weight) -> Tensor")
@@ -48,18 +51,24 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def compile_library(path: Path) -> None:
-    """Compile the kernel for this processor. Raises ValueError if the compiler refuses it."""
+    """Compile the kernel for this processor. Raises ValueError if the compiler or the loader refuses it."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch.utils.cpp_extension import include_paths, library_paths
 
     flags = ["-O3", "-march=native", "-ffp-contract=fast", "-std=c++20", "-shared", "-fPIC"]
     folders = [f"-I{folder}" for folder in include_paths()] + [f"-L{folder}" for folder in library_paths()]
-    command = [get_cpp_compiler(), *flags, *folders, str(SOURCE), "-ltorch_cpu", "-o", str(path)]
-    attempt("row_products.cpp does not compile", lambda: subprocess.run(command, check=True, capture_output=True))
+    with TemporaryDirectory() as folder:
+        built = Path(folder) / path.name
+        command = [get_cpp_compiler(), *flags, *folders, str(SOURCE), "-ltorch_cpu", "-o", str(built)]
+        attempt(
+            "row_products.cpp does not compile", partial(subprocess.run, command, check=True, capture_output=True)
+        )
+        attempt("row_products.cpp cannot be loaded", partial(load_library, built))
+        shutil.copy(built, path)
 
 
 def load_library(path: Path) -> None:
     """Use the kernel in this library from now on, unless one is in use. Raises OSError if it cannot be loaded."""
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("dunes::row_products", "CPU"):
-        with TemporaryDirectory() as folder:  # a mapped file must not change
+    with _lock, TemporaryDirectory() as folder:  # a mapped file must not change
+        if not torch._C._dispatch_has_kernel_for_dispatch_key("dunes::row_products", "CPU"):
             _torch.ops.load_library(shutil.copy(path, folder))
