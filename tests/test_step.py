@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from types import MethodType, SimpleNamespace
@@ -27,6 +28,7 @@ from dunes.generate import (
     PrefixCache,
     Request,
     Sampler,
+    decode_graph,
     generate,
     generate_all,
     limit_vocab,
@@ -97,9 +99,8 @@ def changed(change, seed=0):
 
 
 def ids_of(model, step=None, max_tokens=40, prompt=(5, 6, 7)):
-    cache = PrefixCache(model, step=step)
-    tokens = generate(model, list(prompt), max_tokens=max_tokens, context_length=48, cache=cache)
-    return [token.id for token in tokens]
+    options = {"context_length": 48, "cache": PrefixCache(model, step=step)}
+    return [token.id for token in generate(model, list(prompt), max_tokens=max_tokens, **options)]
 
 
 MODELS = {
@@ -215,8 +216,7 @@ class PlainStep(CompiledStep):
             return graph(*inputs[:n], *halves(inputs[n:]))
 
         self._run = dict.fromkeys((1, FEW) if few else (1,), run)
-        self._run |= {TEXT: partial(run, graph=TextGraph(model), n=1), ROWS: run}
-        self._run |= {BATCH: run} if batch else {}
+        self._run |= ({BATCH: run} if batch else {}) | {TEXT: partial(run, graph=TextGraph(model), n=1), ROWS: run}
 
 
 class Fresh(Sampler):
@@ -289,8 +289,7 @@ def test_rows_are_computed_by_the_model_where_the_step_does_not_fit(change):
     model = changed("lora")
     step = PlainStep(model, rows=True)
     format = CacheFormat(8) if change == "format" else None
-    cache = PrefixCache(model, 2, activate=partial(row_adapters, model), format=format)
-    cache.step = step
+    cache = PrefixCache(model, 2, partial(row_adapters, model), step, format)
     cache.reserve(64)
     texts = {0: [5, 6, 7], 1: [8, 9, 10]}
     cache.logits({i: ids[: 1 if change == "two new ids" else 2] for i, ids in texts.items()})
@@ -584,7 +583,6 @@ def test_the_compiled_step_gives_equal_greedy_ids(name, monkeypatch, home):
     torch.compile(torch.relu)(torch.zeros(64))  # which must not decide how the step is compiled
     _, dtype = compile_step(model, 64)
     step = load_step(model)
-    assert step is not None
     assert dtype in step_package.TOLERANCE
     assert ids_of(model, step) == ids_of(model)
     assert_a_few_are_computed_at_once(model, step)
@@ -685,6 +683,14 @@ def test_threads_and_copies_have_their_own_numbers(home):
     assert ids_of(model, step) == want
 
 
+def test_native_code_runs_in_one_thread_at_a_time():
+    inside = []
+    run = lambda _: inside.append(1) or time.sleep(0.02) or inside.pop() - len(inside)
+    runner = SimpleNamespace(get_constant_names_to_original_fqns=dict, update_constant_buffer=print, run=run)
+    with ThreadPoolExecutor(3) as threads:
+        assert [*threads.map(decode_graph._with_weights(runner, {}), "abc")] == [1, 1, 1]
+
+
 @pytest.mark.long
 def test_weights_too_large_for_float16_stay_in_float32(home):
     model = model_of(depth=1)
@@ -781,8 +787,7 @@ def test_a_process_that_compiles_can_be_forgotten(tmp_path):
 def test_a_package_that_is_damaged_or_not_ours_is_not_used(monkeypatch, tmp_path, home):
     model = model_of()
     package, _ = compile_step(model, 64)
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
+    (temporary := tmp_path / "temporary").mkdir()
     with monkeypatch.context() as patch:
         patch.setenv("TMPDIR", str(temporary))
         patch.setattr(tempfile, "tempdir", str(temporary))

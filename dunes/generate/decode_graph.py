@@ -320,10 +320,9 @@ class CompiledStep:
         positions = cache.start(new if any(missing) else width).expand(cache.batch, width)
         slot_positions = cache.slot_positions(positions.amax(1)).expand(cache.batch, -1)[:, : cache.max_length]
         arguments = tokens, torch.stack([cache.slots(positions), positions]), slot_positions.contiguous()
-        run = self._run[BATCH if BATCH in self._run else ROWS]
-        logits, summary = run([*arguments, *cache.keys, *cache.values])
+        code = self._run.get(BATCH) or self._run[ROWS]
+        scores = _scores(*reversed(code([*arguments, *cache.keys, *cache.values])))
         cache.advance((positions >= 0).sum(1))
-        scores = _scores(summary, logits)
         return {i: scores[(i + 1) * width - len(row) : (i + 1) * width] for i, row in ids.items()}
 
     def most_in_rows(self, cache: Cache) -> int:
@@ -332,9 +331,8 @@ class CompiledStep:
 
     def most(self, cache: Cache, length: int) -> int:
         """Maximum tokens per call after `length` cached tokens."""
-        if (most := self.most_in_rows(cache)) > 1:
-            return max(1, min(most, cache.capacity - length))
-        return FEW if self._takes_few(cache, length) else 1
+        few, most = FEW if self._takes_few(cache, length) else 1, self.most_in_rows(cache)
+        return few if most == 1 else max(1, min(most, cache.capacity - length))
 
     def _takes_few(self, cache: Cache, length: int) -> bool:
         """True if the code for FEW tokens can run, which writes FEW slots."""
@@ -391,11 +389,20 @@ def load_native(package: Path, *weights: Mapping[str, Tensor]) -> list[Run]:
 
 
 def _with_weights(runner: Any, weights: Mapping[str, Tensor]) -> Run:
-    names = runner.get_constant_names_to_original_fqns()
-    constants = {constant: weights[name].detach() for constant, name in names.items()}
+    """The runner's code with these weights, which the function keeps alive, since the runner does not own them.
+
+    Threads wait for each other here: in the runner, they would wait without releasing Python's lock, which a call
+    of an operator in Python needs.
+    """
+    constants = {c: weights[name].detach() for c, name in runner.get_constant_names_to_original_fqns().items()}
     runner.update_constant_buffer(constants, False, False, True)
-    # The runner does not own the constants, so the function keeps references to them.
-    return lambda inputs, owned=constants: runner.run(inputs)  # type: ignore[misc]
+    lock = threading.Lock()
+
+    def run(inputs: list[Tensor], owned: object = constants) -> list[Tensor]:
+        with lock:
+            return runner.run(inputs)  # type: ignore[no-any-return]
+
+    return run
 
 
 def join_parts(model: nn.Module, layers: Sequence[Run], head: Run) -> Run:
