@@ -129,9 +129,9 @@ CUTS = [
 
 @pytest.fixture
 def forwards():
-    """A list with the number of ids of each forward of the model."""
+    """A list with an item for each forward of the model."""
     counted = []
-    with LOADED.model.embed.register_forward_pre_hook(lambda _, arguments: counted.append(arguments[0].numel())):
+    with LOADED.model.embed.register_forward_pre_hook(lambda *_: counted.append(1)):
         yield counted
 
 
@@ -160,23 +160,6 @@ def test_a_line_typed_key_by_key_has_the_suggestions_of_a_new_engine(width, forw
             counts[i] += len(forwards)
         assert close(*answers), part
     assert counts[0] < 0.7 * counts[1], counts
-
-
-@pytest.mark.parametrize(("most", "memory"), [(2, 1 << 30), (3, 1 << 30), (3, 1 << 10)])
-def test_files_that_are_completed_in_turn_keep_their_prompts(most, memory, forwards, monkeypatch):
-    monkeypatch.setattr("dunes.completion.engine.FILES", most)
-    monkeypatch.setattr("dunes.completion.engine.MEMORY", memory)
-    engine, evaluated = engine_of(), []
-    for typed in ("    ret", "    retu"):
-        for name in ("a.py", "b.py", "c.py"):
-            del forwards[:]
-            place = f"# {name}\n{CODE}{typed}", "\n", name, CompleteOptions(max_tokens=1)
-            answer = engine.complete(*place)
-            evaluated.append(sum(forwards))
-            assert close(answer, engine_of().complete(*place))
-    first, second = evaluated[:3], evaluated[3:]
-    keeps = most == 3 and memory > 1 << 20
-    assert all(n < 0.3 * before if keeps else n > 0.9 * before for n, before in zip(second, first, strict=True))
 
 
 def test_a_new_gate_mixes_anew():

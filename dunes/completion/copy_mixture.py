@@ -55,13 +55,6 @@ class RememberedLogits:
         self._previous = dict[tuple[int, ...], Entry]()
         self._current = dict[tuple[int, ...], Entry]()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the KV caches, and at most of the cached logits and mixtures."""
-        entries = len(self._previous) + len(self._current)
-        caches = (kept.cache for kept in (self.cache, self.rows))
-        return sum(c.nbytes for c in caches if c is not None) + 8 * entries * (self.cache.vocab or 0)
-
     def begin(self, length: int) -> None:
         """Begin a request for texts of up to `length` ids, and drop entries that the previous request did not
         use."""

@@ -50,12 +50,6 @@ SHORTEST = 256
 GREEDY_FROM = 30_000_000
 """From this number of parameters on, greedy decoding is the default, since it completes more correct lines per
 second."""
-FILES = 16
-"""Maximum number of files with a KV cache of their own, so that editors of several files do not evaluate each
-other's prompts again. With 135M parameters, a cache has 23 kB per token in bfloat16."""
-MEMORY = 1 << 30
-"""Maximum bytes that these files keep before a request. With 29M parameters in float32, a file of 2,400 tokens
-has 270 MB."""
 LIKELY = 4
 """Number of most probable tokens that `explain` lists at each token of a suggestion."""
 MERGED = 3
@@ -100,7 +94,7 @@ class CompletionEngine:
         encode = lambda line: self.files.line(line.decode(errors="ignore"))
         self._vocabulary = Vocabulary(self.files.pieces, encode)
         self._find_step = find_step
-        self._mixtures: dict[tuple[int, str], Mixture] = {}
+        self._mixtures: dict[int, Mixture] = {}
         self._open = OpenFiles()
         self._form = fim_form(loaded)
 
@@ -200,7 +194,7 @@ class CompletionEngine:
         prompt = self._prompt([*text.ids[: text.last], *line], below, text.starts[0]) or [self.files.tokenizer.eos]
         width = options.width or self.width
         options = replace(options, width=width, alternatives=min(width, options.alternatives))
-        mixture = self._mixture_of(width, name)
+        mixture = self._mixture_of(width)
         room = self.loaded.context_length - len(prompt)
         search = LineSearch(mixture, prompt, options, room)
         copies = Copies(self.sources(above, below, name, options.files), typed, len(prompt))
@@ -294,21 +288,14 @@ class CompletionEngine:
         near = [TextSource(b"".join(pieces[i] for i in p), ids=index_ids(p, len(pieces))) for p in parts]
         return Sources(near, self.far(name, texts), self._vocabulary)
 
-    def _mixture_of(self, width: int, name: str) -> Mixture:
-        """The mixture for `width` beams in the file `name`, with this file's KV cache.
-
-        The newest FILES are kept, or fewer if they take more than MEMORY.
-
-        A compiled step, whose weights may be rounded, is used only for a single beam.
-        """
+    def _mixture_of(self, width: int) -> Mixture:
+        """The mixture for `width` beams. A compiled step, whose weights may be rounded, is used only for a single
+        beam."""
         step = self._find_step() if width == 1 else None
-        mixture = self._mixtures.pop((width, name), None)
+        mixture = self._mixtures.get(width)
         if mixture is None or mixture.logits.cache.step is not step:
             mixture = Mixture(RememberedLogits(self.loaded.model, width, step), self.files)
-        self._mixtures[width, name] = mixture  # the newest is last
-        sizes = [kept.logits.nbytes for kept in self._mixtures.values()]
-        while len(sizes) > 1 and (len(sizes) > FILES or sum(sizes) > MEMORY):
-            del sizes[0], self._mixtures[next(iter(self._mixtures))]
+            self._mixtures[width] = mixture
         return mixture
 
 
