@@ -11,7 +11,7 @@ from dunes.evaluate.text_loss import Score
 from dunes.runs.picture import centered_mean, loss_picture
 from dunes.runs.saving import read_metrics
 from dunes.runs.task import Run
-from dunes.runs.tensorboard import read_samples
+from dunes.runs.trackers import read_samples
 from dunes.runs.train import TrainTask, train
 
 pytestmark = pytest.mark.usefixtures("draws")

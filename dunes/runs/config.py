@@ -75,8 +75,8 @@ class RunOptions:  # `asked`: the config fields that the user set; resuming comp
     """Stop when saving the training state fails, and refuse to resume past a damaged state."""
     profile: bool = False
     """Print a breakdown of the wall-clock time at the end."""
-    tensorboard: bool = False
-    """Also write metrics and samples for TensorBoard (tensorboard --logdir RUN)."""
+    track: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], flag("TRACKER", "none")] = ()
+    """Also show the metrics in tensorboard, wandb, trackio or mlflow, offline; may be repeated."""
     rank_timeout: Annotated[float, flag("MINUTES")] = 30.0
     """Under torchrun: end the run if a process does not answer for this long."""
     shard: Annotated[Literal["all", "node"], flag("all|node")] = "all"

@@ -5,7 +5,7 @@ import shlex
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import monotonic, perf_counter
@@ -27,7 +27,7 @@ from dunes.runs.config import RunConfig, RunOptions, T
 from dunes.runs.picture import load_picture, loss_picture, with_violation
 from dunes.runs.report import PATIENCE, PaceCheck, overfitting_notes, rising_loss_warning, step_reporter
 from dunes.runs.task import Run, Task, Timings, load_trainable_state
-from dunes.runs.tensorboard import TensorBoard
+from dunes.runs.trackers import Trackers, find_trackers
 from dunes.train import Clock, Diverged, Record, Schedule, Step, Trainer
 from dunes.train.loss import Loss, next_token_loss
 from dunes.units import format_seconds, plural
@@ -85,7 +85,7 @@ def begin_run(config: T, start: Start) -> T | None:
     folder that cannot be used. Also sets the device.
     """
     folder, display, options = start.folder, start.display, start.options
-    TensorBoard(folder if options.tensorboard else None, NonFatal(display))  # raises if tensorboard is missing
+    find_trackers(options.track, folder)  # raises if one is unknown or missing
     ranks.agree({"--out": str(folder.absolute()), "a run in it": (folder / "state" / "plan.json").exists()})
     config = config.normalized(options.asked)
     try:
@@ -193,7 +193,8 @@ class Session:
     run: Run
     display: Display
     saver: saving.Saver
-    board: TensorBoard
+    trackers: Trackers
+    non_fatal: "NonFatal"
     request: saving.StopRequest = field(default_factory=saving.StopRequest)
     saved: float = 0.0
     warned: int = 0
@@ -216,15 +217,15 @@ def _execute(run: Run, start: Start) -> int:
             elif ranks.is_first():
                 saving.start_run(run.config, run.folder, run.task.loaded.require_tokenizer())
         run.timings.seconds.update(timings.seconds)
-        board_folder = run.folder if options.tensorboard and ranks.is_first() else None
+        track = options.track if ranks.is_first() else ()
         place = lambda: f"out of memory after step {run.trainer.number}; {run.task.facts.memory_advice()}"
-        with out_of_memory(run.folder, place), TensorBoard(board_folder, NonFatal(display)) as board:
+        with out_of_memory(run.folder, place), closing(Trackers(run, track, display.line)) as trackers:
             with shown_by(display.state):
                 for line in run.task.begin(run):
                     display.detail(line)
             measure.return_freed_memory()
             run.elapsed += timings.elapsed
-            status = _train(Session(run, display, saver, board))
+            status = _train(Session(run, display, saver, trackers, NonFatal(display)))
         if options.profile:
             display.line("\n".join(["wall-clock time:", *run.timings.lines()]))
         return status
@@ -345,7 +346,7 @@ def train_loop(session: Session) -> None:
     report, pace, over = step_reporter(run, display), PaceCheck(run), run.schedule.is_over(run.trainer.number)
     batches = run.timings.each("data", run.task.batches(run.trainer.consumed))
     if run.trainer.number and ranks.count() == 1 and (over or _check_due(run.trainer.number)):
-        with run.timings("validation"), session.board.non_fatal("validation"):
+        with run.timings("validation"), session.non_fatal("validation"):
             _complete_validation(run)
     for step in map(with_violation, iter(()) if over else run.trainer.run(batches)):
         ranks.expect(0)
@@ -386,16 +387,16 @@ def _measure_time(session: Session, step: Step, clock: Clock | None) -> None:
 
 def _record(session: Session, step: Step, over: bool) -> Score | None:
     """Write the metrics of a step; at certain steps, also validate and sample. Returns the score, if any."""
-    run, board, score = session.run, session.board, None
-    with run.timings("validation"), board.non_fatal("validation"):
+    run, score = session.run, None
+    with run.timings("validation"), session.non_fatal("validation"):
         score = run.validate() if over or _check_due(step.number) else None
     if score and session.warned != run.best_step and (warning := rising_loss_warning(run)):
         session.warned = run.best_step
         session.display.line(warning)
-    with board.non_fatal("writing metrics.jsonl"):
+    with session.non_fatal("writing metrics.jsonl"):
         _log_step(run.folder, step, score)
-    board.step(step, score.record if score else {})
-    with run.timings("samples"), board.non_fatal("sampling"):
+    session.trackers.update()
+    with run.timings("samples"), session.non_fatal("sampling"):
         if step.number in SAMPLES and not over:
             _sample(session, step.number)
     return score
@@ -439,9 +440,7 @@ def _log_step(folder: Path, step: Step, score: Score | None) -> None:
     record: dict[str, Any] = asdict(step)
     metrics = {"metrics": values} if (values := record.pop("metrics")) else {}
     record = {"step": record.pop("number")} | record | metrics | {"loss_hex": step.loss.hex()}
-    if score:
-        record |= score.record
-    saving.append_metrics(folder, record)
+    saving.append_metrics(folder, record | (score.record if score else {}))
 
 
 def _sample(session: Session, weights_step: int) -> None:
@@ -456,7 +455,7 @@ def _sample(session: Session, weights_step: int) -> None:
     session.display.detail(f"\n--- sample after {steps} ---\n{text}\n---")
     if ranks.is_first():
         append_text(run.folder / "samples.md", f"## After {steps}\n\n```\n{text}\n```\n\n")
-    session.board.sample(run.trainer.number, text)
+    session.trackers.sample(run.trainer.number, text)
 
 
 def early_end(run: Run, loss: float) -> str:
@@ -514,7 +513,7 @@ def _close(session: Session, interrupted: bool) -> tuple[Score, int, list[str]]:
         known = run.best if interrupted or run.has_final_score else None
         score = known or run.task.score(1 if interrupted else run.final_tokens)
         saved_step = run.best_step if run.best_weights else run.trainer.number
-    with run.timings("samples"), session.board.non_fatal("sampling"):
+    with run.timings("samples"), session.non_fatal("sampling"):
         if run.warm and not interrupted:
             _sample(session, saved_step)
     run.elapsed = monotonic() - run.start_time
@@ -525,7 +524,7 @@ def _close(session: Session, interrupted: bool) -> tuple[Score, int, list[str]]:
 def _plot(session: Session, score: Score, saved_step: int) -> str:
     """Plot the losses, and the loads of experts if there are any; returns a line with the paths."""
     run, loads, folder = session.run, "", shlex.quote(str(session.run.folder))
-    with run.timings("plot"), session.board.non_fatal("plotting"):
+    with run.timings("plot"), session.non_fatal("plotting"):
         records = saving.read_metrics(run.folder / saving.METRICS, session.display.line)
         if ranks.is_first():
             loss_picture(records, score, saved_step, run.folder / "loss.png")
