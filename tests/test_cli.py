@@ -132,6 +132,8 @@ UNDO = ("--undo", "nowhere", "out")
         (["train", "--out", "run"], "no sources"),
         (["train", "x", "--out", "run", "--size", "huge"], "--size is 'huge'"),
         (["train", "x", "--out", "run", "--batch", "-1"], "--batch is -1; it must be at least 1"),
+        (["train", "x", "--out", "run", "--track", "x"], "--track 'x': expected one of tensorboard, wandb, "),
+        (["train", "x", "--out", "run", "--track", "mlflow"], "mlflow cannot be imported"),
         (["finetune", "x"], "--out is missing"),
         (["finetune", "x", "--out", "run"], "the data is missing"),
         (["generate", "nowhere"], "nowhere: no such folder"),
@@ -145,6 +147,7 @@ UNDO = ("--undo", "nowhere", "out")
 )
 def test_a_mistake_is_one_line_and_status_2(arguments, words, tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "mlflow", None)
     refuses_command(words, command(*arguments))
     assert not (tmp_path / "run").exists()
 

@@ -128,10 +128,11 @@ def test_several_processes_train_as_one(count, changes, code, tmp_path):
     config = toy(code, steps=20, **changes)
     training_output(config, tmp_path / "one")
     nodes = {"LOCAL_WORLD_SIZE": "2"} if changes == {"family": "mistral"} else {}
-    texts, codes = run_ranks(count, train, config, tmp_path / "several", variables=nodes)
+    texts, codes = run_ranks(count, train, config, tmp_path / "two", variables=nodes, track=["tensorboard"])
     assert codes == [0] * count, texts
-    assert_same_steps(tmp_path / "one", tmp_path / "several")
-    assert (tmp_path / "one" / "completion.npz").exists() == (tmp_path / "several" / "completion.npz").exists()
+    assert len([*(tmp_path / "two" / "tensorboard").iterdir()]) == 1, "the first rank's"
+    assert_same_steps(tmp_path / "one", tmp_path / "two")
+    assert (tmp_path / "one" / "completion.npz").exists() == (tmp_path / "two" / "completion.npz").exists()
 
 
 def finetune_config(code, tmp_path, dtype=torch.float32, **changes):

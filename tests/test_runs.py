@@ -430,28 +430,6 @@ def test_checks_since_the_best_one_are_counted(bits, since, best):
     assert run.best_step == best
 
 
-def test_the_best_weights_are_what_is_saved(code, tmp_path, monkeypatch):
-    """Validation that is best at the first check and worse ever after."""
-    scores = iter([Score(10.0, 10, 10)] + [Score(20.0 + i, 10, 10) for i in range(99)])
-    monkeypatch.setattr(TrainTask, "score", lambda self, limit=None: next(scores))
-    kept = {}
-    real = run_module.Run.validate
-
-    def check(self):
-        score = real(self)
-        kept.setdefault("weights", {k: v.clone() for k, v in self.model.state_dict().items()})
-        return score
-
-    monkeypatch.setattr(run_module.Run, "validate", check)
-    printed = training_output(toy(code, steps=30), tmp_path / "run")
-    saved = checkpoint.load(tmp_path / "run").model.state_dict()
-    assert all(torch.equal(saved[k], v) for k, v in kept["weights"].items())
-    assert "the weights of step 10 were saved" in printed
-    before = (tmp_path / "run" / "model.safetensors").read_bytes()
-    train(toy(code, steps=30), tmp_path / "run", display()[0], resume=True)
-    assert (tmp_path / "run" / "model.safetensors").read_bytes() == before, "the best is kept over a resume"
-
-
 def test_a_run_by_the_clock_ends_where_it_only_memorises(code, tmp_path, monkeypatch):
     """Validation is best at step 25 and rises from then on; the fourth one after it is at step 150."""
     bits = (12.0, 10.0, 10.2, 10.25, 10.4, 10.5, 10.6, 10.0)
