@@ -15,16 +15,13 @@ from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
-NEW = TrainConfig(sources=())
 
 
 def opened(folder):
     """TensorBoard's view of a run."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
-    found.Reload()
-    return found
+    return EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0}).Reload()
 
 
 def shown(folder, found=None):
@@ -105,9 +102,9 @@ def test_a_run_that_went_back_has_no_point_twice(second, code, tmp_path, monkeyp
     killed(53, toy(code, steps=60), track=["tensorboard"])
     assert shown(folder) == noted(folder)
     watching = opened(folder)
-    killed(second[0], NEW, resume=True, track=second[1])
+    killed(second[0], TrainConfig(sources=()), resume=True, track=second[1])
     assert (shown(folder) == noted(folder)) is bool(second[1])
-    assert train(NEW, folder, display()[0], resume=True, track=["tensorboard"]) == 0
+    assert train(TrainConfig(sources=()), folder, display()[0], resume=True, track=["tensorboard"]) == 0
     points, texts = shown(folder)
     assert (points, texts) == noted(folder)
     assert [step for step, _ in points["loss"]] == list(range(1, 61))
@@ -146,8 +143,10 @@ def test_one_that_fails_does_not_end_the_run_and_one_is_switched_on_later(code, 
 
 def read_wandb(folder):
     """The history in an offline run of W&B: one block of a LevelDB log, with records of protobuf."""
+    import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
+    wandb.teardown()  # its process writes the last lines after `finish`
     (file,) = (folder / "wandb").glob("offline-run-*/*.wandb")
     data, place = file.read_bytes(), 7
     while place < len(data) < 32768:
