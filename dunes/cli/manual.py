@@ -25,7 +25,7 @@ def show_help(
     from rich.console import Console
     from rich.markdown import Markdown
 
-    name, pages = " ".join(topic), topics()
+    name, pages, console = " ".join(topic), topics(), Console(highlight=False)
     if not topic:
         titles = [
             f"{page:24}{path.read_text('utf-8').partition('# ')[2]}".splitlines()[0]
@@ -35,11 +35,11 @@ def show_help(
     elif topic[0] in VERBS:
         shown = _verb_help(topic)
     elif name in pages:
-        shown = Markdown(pages[name].read_text("utf-8"))
+        text = pages[name].read_text("utf-8")
+        shown = Markdown(text) if console.is_terminal else text
     else:
         raise ValueError(f"{name}: expected a topic{nearest(name, [*pages, *VERBS])}; dunes help lists all topics")
     os.environ.setdefault("LESS", "-FRX")  # colours, and no waiting for a key after a short text
-    console = Console(highlight=False)
     with console.pager(styles=console.is_terminal):
         console.print(shown, markup=False, soft_wrap=isinstance(shown, str))
 
