@@ -56,7 +56,7 @@ def run(program: str, about: str, commands: Mapping[str, Callable[..., Any]], ar
     try:
         return tyro.cli(form, args=arguments, prog=program, description=about, config=config) or 0
     except ValueError as error:
-        named = [words[0] for words in added.values() if words and words[0].partition("=")[0] in str(error)]
+        named = [" ".join(w) for w in added.values() if w and w[0].partition("=")[0] in str(error)]
         if not named:
             raise
         raise ValueError(f"{error} (from {file_path()}: {' '.join(named)})") from error

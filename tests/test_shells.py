@@ -1,0 +1,64 @@
+"""The Tab key: the scripts that `dunes --completion` prints, in bash, zsh and fish."""
+
+import os
+import shutil
+import subprocess
+
+import pytest
+
+from dunes.cli.main import run_command
+
+WORDS = {
+    "fine": "finetune",
+    "train --sha": "--shared-experts --shard",
+    "train code --shard n": "node",
+    "train ": "",
+    "train --minutes ": "",
+    "finetune m --no-p": "--no-packing",
+    "augment quant": "quantize",
+    "augment quantize a b --kind nf": "nf4",
+    "bench train --by": "--by-module",
+    "help quantiz": "quantization",
+}
+"""The words that can follow; where there are none, a shell offers files."""
+BASH = 'dunes() { echo "<$*>"; }'
+START = {
+    "bash": ("bash --norc --noprofile -i", BASH),
+    "zsh": ("zsh -f -i", BASH),
+    "fish": ("fish --no-config -i", 'function dunes; echo "<$argv>"; end'),
+}
+"""How shells start without settings, and how they define a command that shows its arguments."""
+
+
+def test_the_words_that_can_follow_are_verbs_flags_choices_and_topics(capsys):
+    assert run_command(["--completion", "bash"]) == 0
+    lines = [
+        f"COMP_WORDS=(dunes {line}) COMP_CWORD={line.count(' ') + 1}; _dunes; echo ${{COMPREPLY[@]}}"
+        for line in WORDS
+    ]
+    done = subprocess.run(
+        ["bash", "-c", "\n".join([capsys.readouterr().out, *lines])], capture_output=True, text=True
+    )
+    assert done.stderr == ""
+    assert dict(zip(WORDS, done.stdout.splitlines(), strict=True)) == WORDS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shell", START)
+def test_tab_completes_in_a_terminal(shell, tmp_path, capsys):
+    pexpect = pytest.importorskip("pexpect")
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    (tmp_path / "folder" / "inside").mkdir(parents=True)
+    assert run_command(["--completion", shell]) == 0
+    (tmp_path / "script").write_text(capsys.readouterr().out)
+    env = os.environ | {"TERM": "xterm", "HOME": str(tmp_path)}
+    start, function = START[shell]
+    child = pexpect.spawn(start, cwd=tmp_path, env=env, encoding="utf-8", timeout=20)
+    child.send(f"source ./script; {function}; echo read'y'\r")
+    child.expect_exact("ready")
+    lines = {line: completed for line, completed in WORDS.items() if len(completed.split()) == 1}
+    for line, completed in (lines | {"train x --out folder/in": "folder/inside"}).items():
+        child.send(f"dunes {line}\t\r")
+        child.expect(rf"<{line.rpartition(' ')[0]} ?{completed}/? ?>")
+    child.close(force=True)
