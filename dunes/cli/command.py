@@ -9,7 +9,6 @@ from itertools import chain
 from operator import or_
 from typing import Annotated, Any, cast
 
-from dunes.cli.user_config import FROM_FILE, file_arguments, file_path
 from dunes.files.model_file import trust_cards
 
 TRUST = {
@@ -38,6 +37,8 @@ class LateCommand:
 def run(program: str, about: str, commands: Mapping[str, Callable[..., Any]], arguments: Sequence[str]) -> int:
     """Parse the arguments and call the chosen command; returns its exit status."""
     import tyro  # imported late, since an interrupt before `exit_with` would print a traceback
+
+    from dunes.cli.user_config import FROM_FILE, file_arguments, file_path
 
     flags = [word.partition("=")[0][2:].replace("-", "_") for word in arguments if word.startswith("--")]
     GIVEN.set({name.removeprefix("no_") for name in flags})

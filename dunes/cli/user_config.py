@@ -13,6 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
+import tyro
+
 from dunes.cli import VERBS
 from dunes.flags import nearest, option
 
@@ -36,8 +38,6 @@ class Flag(NamedTuple):
 
 def flags_of(command: Callable[..., Any]) -> dict[str, Flag]:
     """The flags of a command, or of a dataclass of options, by name without leading dashes."""
-    import tyro
-
     flags, hints = dict[str, Flag](), get_type_hints(command, include_extras=True)
     recorded = isinstance(command, type) and not hasattr(command, "resume")
     for name, parameter in signature(command).parameters.items():
