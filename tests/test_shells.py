@@ -9,25 +9,14 @@ import pytest
 from dunes.cli.main import run_command
 
 WORDS = {
-    "fine": "finetune",
-    "train --sha": "--shared-experts --shard",
-    "train code --shard n": "node",
-    "train ": "",
-    "train --minutes ": "",
-    "finetune m --no-p": "--no-packing",
-    "augment quant": "quantize",
-    "augment quantize a b --kind nf": "nf4",
-    "bench train --by": "--by-module",
-    "help quantiz": "quantization",
-}
+    "fine": "finetune", "train --sha": "--shared-experts --shard", "train code --shard n": "node", "train ": "",
+    "train --minutes ": "", "finetune m --no-p": "--no-packing", "augment quant": "quantize",
+    "augment quantize a b --kind nf": "nf4", "bench train --by": "--by-module", "help quantiz": "quantization",
+}  # fmt: skip
 """The words that can follow; where there are none, a shell offers files."""
-BASH = 'dunes() { echo "<$*>"; }'
-START = {
-    "bash": ("bash --norc --noprofile -i", BASH),
-    "zsh": ("zsh -f -i", BASH),
-    "fish": ("fish --no-config -i", 'function dunes; echo "<$argv>"; end'),
-}
-"""How shells start without settings, and how they define a command that shows its arguments."""
+SHELLS = {"bash": "bash --norc --noprofile -i", "zsh": "zsh -f -i", "fish": "fish --no-config -i"}
+ECHO = {"fish": 'function dunes; echo "<$argv>"; end'}
+"""A command that shows its arguments, for shells that define functions in their own way."""
 
 
 def test_the_words_that_can_follow_are_verbs_flags_choices_and_topics(capsys):
@@ -44,7 +33,7 @@ def test_the_words_that_can_follow_are_verbs_flags_choices_and_topics(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shell", START)
+@pytest.mark.parametrize("shell", SHELLS)
 def test_tab_completes_in_a_terminal(shell, tmp_path, capsys):
     pexpect = pytest.importorskip("pexpect")
     if shutil.which(shell) is None:
@@ -53,8 +42,8 @@ def test_tab_completes_in_a_terminal(shell, tmp_path, capsys):
     assert run_command(["--completion", shell]) == 0
     (tmp_path / "script").write_text(capsys.readouterr().out)
     env = os.environ | {"TERM": "xterm", "HOME": str(tmp_path)}
-    start, function = START[shell]
-    child = pexpect.spawn(start, cwd=tmp_path, env=env, encoding="utf-8", timeout=20)
+    function = ECHO.get(shell, 'dunes() { echo "<$*>"; }')
+    child = pexpect.spawn(SHELLS[shell], cwd=tmp_path, env=env, encoding="utf-8", timeout=20)
     child.send(f"source ./script; {function}; echo read'y'\r")
     child.expect_exact("ready")
     lines = {line: completed for line, completed in WORDS.items() if len(completed.split()) == 1}

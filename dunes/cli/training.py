@@ -101,9 +101,9 @@ def _run(
     from dunes.progress import Display
     from dunes.runs.saving import was_started_by_job
 
-    set_options = config.changed() - FROM_FILE.get().keys() | GIVEN.get() & vars(config).keys()
+    set_options = config.changed() - FROM_FILE.get({}).keys() | GIVEN.get() & vars(config).keys()
     display = Display(quiet=(quiet and not options.dry_run) or not ranks.is_first(), silent=not ranks.is_first())
-    if options.dry_run and (added := [*chain(*FROM_FILE.get().values())]):
+    if options.dry_run and (added := [*chain(*FROM_FILE.get({}).values())]):
         display.line(f"from {file_path()}: {shlex.join(added)}")
     folder = out or Path("runs/none")
     if not 0 < options.rank_timeout < 1e6:

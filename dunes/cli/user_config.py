@@ -10,7 +10,6 @@ from contextvars import ContextVar
 from dataclasses import is_dataclass
 from inspect import formatannotation, signature
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import tyro
@@ -18,7 +17,7 @@ import tyro
 from dunes.cli import VERBS
 from dunes.flags import nearest, option
 
-FROM_FILE: ContextVar[Mapping[str, list[str]]] = ContextVar("FROM_FILE", default=MappingProxyType({}))
+FROM_FILE: ContextVar[Mapping[str, list[str]]] = ContextVar("FROM_FILE")
 """The arguments that were added to the command line, by the name of their field."""
 LENGTH = {"minutes", "steps"}
 """Flags that give the length of a run; one on the command line replaces both."""
