@@ -47,7 +47,7 @@ def show_help(
 def topics() -> dict[str, Path]:
     """The pages of the documentation by name, in this installation or in the source folder."""
     package = Path(__file__).parent.parent
-    folder = next(folder for folder in (package / "docs", package.parent / "docs") if folder.is_dir())
+    folder = next(filter(Path.is_dir, (package / "docs", package.parent / "docs")), package / "docs")
     return {path.stem: path for path in sorted(folder.rglob("*.md")) if path.parent.name != "log"}
 
 
