@@ -7,10 +7,14 @@ scripts start one, offer hidden flags, and complete no files for MODEL and SOURC
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import tyro
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -18,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 from dunes.cli import GROUPS, VERBS  # noqa: E402 - the package beside this file, not an installed one
 from dunes.cli.main import load_command  # noqa: E402
 from dunes.cli.manual import topics  # noqa: E402
-from dunes.cli.user_config import flags_of  # noqa: E402
+from dunes.flags import option  # noqa: E402
 
 NOTE = "# Written by .ci/completion_scripts.py; printed by dunes --completion.\n"
 BASH = """_dunes() {
@@ -36,6 +40,19 @@ FISH = """function __dunes
   string match -q -- $argv[1] "$words[2..] "
 end
 """
+
+
+def flags_of(command: Callable[..., Any]) -> dict[str, Any]:
+    """The types of the flags of a command, or of a dataclass of options, by name without leading dashes."""
+    flags, hints = dict[str, Any](), get_type_hints(command, include_extras=True)
+    for name, parameter in signature(command).parameters.items():
+        kind, *marks = get_args(hints[name]) if get_origin(hints[name]) is Annotated else [hints[name]]
+        if isinstance(kind, type) and is_dataclass(kind):
+            flags |= flags_of(kind)
+        elif tyro.conf.Positional not in marks and tyro.conf.Suppress not in marks:
+            shown = option(next(filter(None, (getattr(mark, "name", None) for mark in marks)), name))
+            flags[f"no-{shown}" if parameter.default is True else shown] = kind
+    return flags
 
 
 def choices(annotation: Any) -> tuple[str, ...]:
@@ -56,8 +73,8 @@ def cases() -> Iterator[tuple[str, list[str]]]:
             yield f"{verb} ", [words.split()[1] for words in commands]
         for words, command in commands.items():
             flags = flags_of(command)
-            for name, flag in flags.items():
-                if known := choices(flag.kind):
+            for name, kind in flags.items():
+                if known := choices(kind):
                     yield f"{words} *--{name} ", [*known]
             yield f"{words} *", [f"--{name}" for name in (*flags, "help")]
 

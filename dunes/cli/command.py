@@ -1,5 +1,6 @@
 """Parse a command line and call the command's function. Several commands share the options defined here."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from contextvars import ContextVar
@@ -56,11 +57,10 @@ def run(program: str, about: str, commands: Mapping[str, Callable[..., Any]], ar
     config, form = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes), cast(Any, reduce(or_, choices))
     try:
         return tyro.cli(form, args=arguments, prog=program, description=about, config=config) or 0
-    except ValueError as error:
-        named = [" ".join(w) for w in added.values() if w and w[0].partition("=")[0] in str(error)]
-        if not named:
-            raise
-        raise ValueError(f"{error} (from {file_path()}: {' '.join(named)})") from error
+    except (ValueError, SystemExit) as error:
+        if added and (isinstance(error, ValueError) or error.code):
+            print(f"from {file_path()}: {' '.join(chain(*added.values()))}", file=sys.stderr)
+        raise
 
 
 def with_trust(command: Callable[..., Any]) -> Callable[..., Any]:
