@@ -30,6 +30,7 @@ check: .venv/test
 	$(BIN)/lint-imports
 	$(BIN)/python .ci/budget.py
 	$(BIN)/python .ci/api_page.py --check
+	$(BIN)/python .ci/completion_scripts.py --check
 
 .venv/demo: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -1,7 +1,8 @@
 """Definitions shared by command-line flags. Importing this module does not import torch."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from difflib import get_close_matches
 from typing import Any, Literal
 
 import tyro
@@ -55,6 +56,12 @@ def is_path(source: object) -> bool:
 def option(field: str) -> str:
     """The name of a field's flag, without the leading dashes."""
     return field.replace("_", "-")
+
+
+def nearest(name: str, names: Collection[str]) -> str:
+    """The most similar names as ", such as NAME"; empty if none is similar."""
+    near = get_close_matches(name, names)
+    return f", such as {', '.join(near)}" if near else ""
 
 
 def parse_fields(texts: Sequence[str]) -> dict[str, str]:

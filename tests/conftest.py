@@ -126,6 +126,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _private_cache(tmp_path_factory: pytest.TempPathFactory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DUNES_HOME", str(tmp_path_factory.getbasetemp() / "dunes-home"))
+        patch.setenv("DUNES_CONFIG", "")
         yield
 
 

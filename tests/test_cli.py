@@ -27,11 +27,6 @@ from dunes.text.templates import TEMPLATES
 from dunes.units import plural
 
 
-def dunes(*arguments, text=None):
-    line = [sys.executable, "-m", "dunes", *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, text=True, input=text, timeout=200)
-
-
 def test_help_comes_without_torch_and_each_verb_shows_an_example():
     script = """
         import sys
@@ -136,6 +131,7 @@ UNDO = ("--undo", "nowhere", "out")
         (["train", "x", "--out", "run", "--track", "mlflow"], "mlflow cannot be imported"),
         (["finetune", "x"], "--out is missing"),
         (["finetune", "x", "--out", "run"], "the data is missing"),
+        (["--completion", "csh"], "expected bash, zsh or fish"),
         (["generate", "nowhere"], "nowhere: no such folder"),
         (["generate", "nowhere", "--max-tokens", "-1"], "--max-tokens is -1; it must be at least 1"),
         (["complete", "nowhere", "file"], "expected FILE:LINE:COLUMN"),
@@ -150,6 +146,11 @@ def test_a_mistake_is_one_line_and_status_2(arguments, words, tmp_path, monkeypa
     monkeypatch.setitem(sys.modules, "mlflow", None)
     refuses_command(words, command(*arguments))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_number_of_processes_that_is_none_is_named(command, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "x")
+    refuses_command("WORLD_SIZE", command("-h"))
 
 
 def test_who_stops_reading_is_told_nothing():
@@ -180,3 +181,61 @@ def test_train_generate_complete_eval(code, tmp_path, command, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(file.read_bytes()[:4])))
     assert command("complete", run)[1] == f"{rest}\n"
     assert "bits/byte" in command("eval", run, file)[1]
+
+
+FILE = """
+train = {minutes = 7, lr = 0.5, no-complete = true, text_field = ["a", "b"], tensorboard = true}
+augment.quantize.kind = "int8"
+"""
+
+
+@pytest.fixture
+def user_file(tmp_path, monkeypatch):
+    """The user's file of defaults, which is `FILE`."""
+    monkeypatch.setenv("DUNES_CONFIG", str(tmp_path / "user.toml"))
+    (tmp_path / "user.toml").write_text(FILE)
+    return tmp_path / "user.toml"
+
+
+@pytest.mark.parametrize(("options", "expected", "asked"), [
+    ("x", (7, 0.5, False, ("a", "b")), {"sources"}),
+    ("x --lr=0.1 --complete", (7, 0.1, True, ("a", "b")), {"sources", "lr", "complete"}),
+    ("x --steps 3", (15, 0.5, False, ("a", "b")), {"sources", "steps"}),
+    ("x --minutes 15", (15, 0.5, False, ("a", "b")), {"sources", "minutes"}),
+    ("--resume", (7, 0.5, False, ("a", "b")), set()),
+])  # fmt: skip
+def test_a_users_file_counts_less_than_flags_and_than_what_a_run_recorded(
+    options, expected, asked, user_file, monkeypatch, capsys
+):
+    runs = []
+    monkeypatch.setattr("dunes.runs.train.train", lambda config, *_, **named: runs.append((config, named)) or 0)
+    assert cli.run_command(["train", *options.split(), "--out", "r", "--dry-run"]) == 0
+    ((run, named),) = runs
+    assert (run.minutes, run.lr, run.complete, run.text_field) == expected
+    assert named["asked"] == asked
+    assert named["tensorboard"]
+    assert capsys.readouterr().out.startswith(f"from {user_file}: --")
+
+
+@pytest.mark.parametrize(("text", "arguments"), [
+    ("[trian]", "augment merge a b"), ("train = 1", "train x"), ("[augment.quantise]", "augment quantize a b"),
+    ("[train]\nminuts = 1", "train x"), ("[train]\nminutes = '1'", "train x"), ("[train", "train x"),
+    ("[train]\nthreads = true", "train x"), ("[augment.quantize]\nkind = 'int9'", "augment quantize a b"),
+    ("[train]\nparts = ['mlp=gated']", "train x --out r --family llama"),
+])  # fmt: skip
+def test_a_mistake_in_a_users_file_is_named_with_its_path(text, arguments, user_file, command, capsys):
+    user_file.write_text(text)
+    try:
+        status, _, error = command(*arguments.split())
+    except SystemExit as end:  # by tyro
+        status, error = end.code, capsys.readouterr().err
+    assert (status, str(user_file) in error) == (2, True)
+    assert command("train", "-h")[0] == 0
+
+
+def test_help_shows_pages_and_verbs_and_names_the_nearest(command):
+    page = (Path(__file__).parent.parent / "docs" / "quantization.md").read_text()
+    assert "\nquantization            Quantization\n" in command("help")[1]
+    assert command("help", "quantization")[1].strip() == page.strip()
+    assert "--kind" in command("help", "augment", "quantize")[1]
+    refuses_command("quantization", command("help", "quantisation"))

@@ -17,7 +17,7 @@ from dunes.text import Tokenizer
 from own_parts import OwnMLP
 from test_network import rename
 
-OF_NO_MODEL = ["bench", "bench compare", "bench plot", "doctor", "augment"]
+OF_NO_MODEL = ["bench", "bench compare", "bench plot", "doctor", "help", "augment"]
 COMMANDS = [
     *VERBS,
     *(f"augment {name}" for name in augment_verb.COMMANDS),
@@ -90,7 +90,7 @@ def test_every_command_that_opens_a_model_imports_by_its_card_only_with_the_opti
     assert not checkpoint.cards_trusted()
 
 
-@pytest.mark.parametrize("name", OF_NO_MODEL[1:4])
+@pytest.mark.parametrize("name", OF_NO_MODEL[1:5])
 def test_a_command_that_opens_no_model_has_no_such_option(name, command):
     _, shown, _ = command(*name.split(), "-h")
     assert f"usage: dunes {name}" in shown

@@ -1,6 +1,6 @@
 """`dunes augment ...`: one command per modification. A command reads a model folder and writes another one."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from inspect import Parameter
@@ -12,7 +12,7 @@ import tyro
 
 from dunes.augment.options import COMMANDS as CHANGES
 from dunes.augment.options import OPTIONS, Options
-from dunes.cli.command import keyword, run, with_parameters, with_trust
+from dunes.cli.command import keyword, with_parameters, with_trust
 from dunes.cli.process import drop_lost_output
 from dunes.cli.verbs import AnyBase, Model, Out
 from dunes.flags import Dtype, flag
@@ -131,6 +131,6 @@ ABOUT = """Modify models: each command reads a folder and writes another.
 Example: dunes augment merge runs/chat ~/models/chat"""
 
 
-def run_augment(arguments: Sequence[str]) -> int:
-    """Run `dunes augment` with these arguments; returns the exit status."""
-    return run("dunes augment", ABOUT, {n: with_trust(c) for n, c in COMMANDS.items()}, arguments)
+def commands() -> dict[str, Callable[..., Any]]:
+    """The subcommands of `dunes augment`, by name."""
+    return {name: with_trust(command) for name, command in COMMANDS.items()}

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,7 +11,7 @@ import tyro
 from dunes import measure
 from dunes.bench import BENCHMARKS
 from dunes.bench.runner import Request, Shapes
-from dunes.cli.command import run, with_trust
+from dunes.cli.command import with_trust
 from dunes.flags import flag
 
 ABOUT = """Benchmark time and memory, profile, compare and plot.
@@ -29,15 +29,10 @@ def _print(print_text: Callable[[], None], record: Any, as_json: bool) -> None:
         print_text()
 
 
-def run_bench(arguments: Sequence[str]) -> int:
-    """Run `dunes bench` with these arguments; returns the exit status."""
+def commands() -> dict[str, Callable[..., Any]]:
+    """The subcommands of `dunes bench`, by name. Also prepares this process for measurements."""
     measure.keep_freed_memory()
     measure.flush_denormals()
-    return run("dunes bench", ABOUT, commands(), arguments)
-
-
-def commands() -> dict[str, Callable[..., Any]]:
-    """The subcommands of `dunes bench`, by name."""
     benchmarks = {name: _benchmark_command(name, b.about) for name, b in BENCHMARKS.items()}
     of_models = {name: with_trust(command) for name, command in (benchmarks | {"memory": memory}).items()}
     return of_models | {"compare": compare, "plot": plot}

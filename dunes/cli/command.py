@@ -1,10 +1,12 @@
 """Parse a command line and call the command's function. Several commands share the options defined here."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from contextvars import ContextVar
 from functools import cache, reduce, wraps
 from inspect import Parameter, Signature, signature
+from itertools import chain
 from operator import or_
 from typing import Annotated, Any, cast
 
@@ -15,8 +17,8 @@ TRUST = {
     "trust_sources": "Read the training text listed in a model's card, even if this user did not train on it.",
 }
 """Additional options of every command that opens a model folder, with their help texts."""
-GIVEN: ContextVar[Collection[str]] = ContextVar("GIVEN", default=())
-"""Names of the options on the command line, including options set to their defaults."""
+GIVEN: ContextVar[Set[str]] = ContextVar("GIVEN", default=frozenset())
+"""Names of the options on the command line, without "no_", including options set to their defaults."""
 
 
 class LateCommand:
@@ -37,15 +39,28 @@ def run(program: str, about: str, commands: Mapping[str, Callable[..., Any]], ar
     """Parse the arguments and call the chosen command; returns its exit status."""
     import tyro  # imported late, since an interrupt before `exit_with` would print a traceback
 
-    GIVEN.set({word.partition("=")[0][2:].replace("-", "_") for word in arguments if word.startswith("--")})
+    from dunes.cli.user_config import FROM_FILE, file_arguments, file_path
+
+    flags = [word.partition("=")[0][2:].replace("-", "_") for word in arguments if word.startswith("--")]
+    GIVEN.set({name.removeprefix("no_") for name in flags})
     verb = arguments[0] if arguments and arguments[0] in commands else None
+    added = dict[str, list[str]]()
+    if verb is not None and {"-h", "--help"}.isdisjoint(arguments):
+        added = file_arguments([*program.split()[1:], verb], commands, GIVEN.get())
+    FROM_FILE.set(added)
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    arguments = [*arguments[:end], *chain(*added.values()), *arguments[end:]]
     choices = []
     for name, command in commands.items():
         summary = None if verb in (None, name) else "-"  # reading the docstring would import the command
         choices.append(Annotated[Any, tyro.conf.subcommand(name, description=summary, constructor=command)])
     config, form = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes), cast(Any, reduce(or_, choices))
-    status = tyro.cli(form, args=arguments, prog=program, description=about, config=config)
-    return int(status or 0)
+    try:
+        return tyro.cli(form, args=arguments, prog=program, description=about, config=config) or 0
+    except (ValueError, SystemExit) as error:
+        if added and (isinstance(error, ValueError) or error.code):
+            print(f"from {file_path()}: {' '.join(chain(*added.values()))}", file=sys.stderr)
+        raise
 
 
 def with_trust(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,26 +8,22 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from io import StringIO
+from pathlib import Path
 from pkgutil import resolve_name
 from time import sleep
 from typing import Any
 
 from dunes import __version__
+from dunes.cli import GROUPS, VERBS
 from dunes.cli.command import LateCommand, run, with_trust
 from dunes.cli.process import exit_with
 
-VERBS = {
-    "train": "training:train", "finetune": "training:finetune",
-    "generate": "verbs:generate", "chat": "verbs:chat", "complete": "verbs:complete",
-    "serve": "serve:serve", "lsp": "serve:lsp", "doctor": "serve:doctor",
-    "eval": "verbs:evaluate", "inspect": "verbs:inspect", "convert": "verbs:convert", "export": "verbs:export",
-    "augment": "verbs:augment", "compile": "verbs:compile_", "bench": "verbs:bench",
-}  # fmt: skip
-"""The verbs, and their functions as module:function in `dunes.cli`."""
-GROUPS = {"augment": "augment_verb:run_augment", "bench": "bench:run_bench"}
-"""Verbs with subcommands, and the functions that run the subcommands."""
-ABOUT = "Build, train, change and use small transformers on your own machine. --version prints the versions."
+OPENS_NO_MODEL = ("doctor", "help")
+ABOUT = """Build, train, change and use small transformers on your own machine.
+
+--version prints the versions, --completion bash|zsh|fish a script for the Tab key."""
 
 
 def main() -> None:
@@ -39,19 +35,29 @@ def run_command(arguments: Sequence[str]) -> int:
     """Run `dunes` with these arguments; returns the exit status."""
     warnings.showwarning = _show_warning
     verb = arguments[0] if arguments else ""
-    if int(os.environ.get("WORLD_SIZE") or "1") > 1:
+    processes = os.environ.get("WORLD_SIZE") or "1"
+    if not processes.isdecimal():
+        raise ValueError(f"WORLD_SIZE is {processes!r}; expected a number of processes; unset it without torchrun")
+    if int(processes) > 1:
         _begin_rank(verb)
     if [*arguments] == ["--version"]:
         print(version())
         return 0
+    if verb == "--completion":
+        if arguments[1:] not in (["bash"], ["zsh"], ["fish"]):
+            raise ValueError(f"--completion {' '.join(arguments[1:])}: expected bash, zsh or fish")
+        print(Path(__file__).with_name(f"completion.{arguments[1]}").read_text(), end="")
+        return 0
     if verb in GROUPS:
-        return int(resolve_name(f"dunes.cli.{GROUPS[verb]}")(arguments[1:]))
-    return run("dunes", ABOUT, {verb: LateCommand(partial(_load, verb)) for verb in VERBS}, arguments)
+        module = import_module(f"dunes.cli.{GROUPS[verb]}")
+        return run(f"dunes {verb}", module.ABOUT, module.commands(), arguments[1:])
+    return run("dunes", ABOUT, {verb: LateCommand(partial(load_command, verb)) for verb in VERBS}, arguments)
 
 
-def _load(verb: str) -> Callable[..., Any]:
+def load_command(verb: str) -> Callable[..., Any]:
+    """The function of a verb, with the options of commands that open models."""
     command: Callable[..., Any] = resolve_name(f"dunes.cli.{VERBS[verb]}")
-    return command if verb == "doctor" else with_trust(command)
+    return command if verb in OPENS_NO_MODEL else with_trust(command)
 
 
 def _begin_rank(verb: str) -> None:

@@ -1,7 +1,9 @@
 """The verbs that train."""
 
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +11,7 @@ import tyro
 
 from dunes.cli.command import GIVEN
 from dunes.cli.process import drop_lost_output
+from dunes.cli.user_config import FROM_FILE, file_path
 from dunes.flags import flag
 from dunes.runs.config import Hardware, RunConfig, RunOptions
 from dunes.runs.finetune_config import Adapter, ExampleData, FinetuneConfig, FinetuneOptimization
@@ -89,7 +92,7 @@ def _run(
     work: Callable[..., int], config: RunConfig, out: Path | None, quiet: bool, options: RunOptions, **more: int
 ) -> int:
     """Call `work` for the run; its argument `asked` names all options on the command line, including options set
-    to their defaults."""
+    to their defaults, but no options from the user's file."""
     if not options.dry_run:
         drop_lost_output()
     if out is None and not options.dry_run:
@@ -98,8 +101,10 @@ def _run(
     from dunes.progress import Display
     from dunes.runs.saving import was_started_by_job
 
-    set_options = config.changed() | {name.removeprefix("no_") for name in GIVEN.get()} & vars(config).keys()
+    set_options = config.changed() - FROM_FILE.get({}).keys() | GIVEN.get() & vars(config).keys()
     display = Display(quiet=(quiet and not options.dry_run) or not ranks.is_first(), silent=not ranks.is_first())
+    if options.dry_run and (added := [*chain(*FROM_FILE.get({}).values())]):
+        display.line(f"from {file_path()}: {shlex.join(added)}")
     folder = out or Path("runs/none")
     if not 0 < options.rank_timeout < 1e6:
         raise ValueError(f"--rank-timeout is {options.rank_timeout} minutes; expected more than 0")
