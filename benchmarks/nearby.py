@@ -165,7 +165,7 @@ class NearbyEngine(CompletionEngine):
             start, count = len(prompt) - first, len(text) - len(prompt) + 1
             is_part = start >= 0 and text == last[: len(text)]
             logits = rows[start : start + count] if is_part else cache.logits({0: text}, {0: count})[0]
-            mixture, nats, right = self._mixture_of(1), 0.0, True
+            mixture, nats, right = self._mixture_of(1, ""), 0.0, True
             mixture.copies = copies
             for place, row in enumerate(logits, len(prompt)):
                 mixed = mixture._mix(text[:place], row, copies.uncovered(text[:place]), self.gate)

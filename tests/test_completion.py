@@ -162,6 +162,20 @@ def test_a_line_typed_key_by_key_has_the_suggestions_of_a_new_engine(width, forw
     assert counts[0] < 0.7 * counts[1], counts
 
 
+@pytest.mark.parametrize("width", [1, 3])
+def test_the_prompt_of_a_file_is_prefilled_once_while_others_are_edited(width, monkeypatch):
+    monkeypatch.setattr("dunes.completion.engine.FILES", 2)
+    place, options, largest = (CODE + "    result = wid", ""), CompleteOptions(width=width), []
+    expected = {name: engine_of([("a.py", CODE)]).complete(*place, name, options) for name in ("b", "c", "d")}
+    engine = engine_of([("a.py", CODE)])
+    with LOADED.model.embed.register_forward_pre_hook(lambda _, ids: sizes.append(ids[0].numel())):
+        for name in ("b", "c", "b", "d", "c"):
+            sizes = []
+            assert close(engine.complete(*place, name, options), expected[name])
+            largest.append(max(sizes))
+    assert [size > largest[0] / 2 for size in largest] == [True, True, False, True, True], "two files are kept"
+
+
 def test_a_new_gate_mixes_anew():
     engine, cut = engine_of([("a.py", CODE)]), (CODE + "def area_9(wid", "", "b.py")
     before = engine.complete(*cut)

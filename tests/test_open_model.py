@@ -25,6 +25,7 @@ from dunes.completion.completer import CopyCompleter, FolderCompleter, find_comp
 from dunes.completion.copy_gate import read_gate
 from dunes.completion.fit import FitSize
 from dunes.completion.index import read_index
+from dunes.completion.search import CompleteOptions
 from dunes.completion.text import fim_form
 from dunes.data import collect_corpus
 from dunes.runs import train as train_module
@@ -306,6 +307,18 @@ def test_a_server_follows_from_copies_to_the_model(base, code, tmp_path, monkeyp
     assert states[1].loaded is not None
 
 
+def test_a_server_compiles_the_step_of_a_large_model(run, monkeypatch):
+    processes = []
+    start = lambda folder: processes.append(folder) or SimpleNamespace(poll=lambda: None)
+    monkeypatch.setattr("dunes.serve.served_model.start_compiling", start)
+    monkeypatch.setattr("dunes.serve.served_model.GREEDY_FROM", 0)
+    monkeypatch.setattr("dunes.generate.decode_packages.why_not_compiled", lambda: "")
+    served = LoadedFolder(run, "run", (), print)
+    served.completer.complete(*PLACE, CompleteOptions(width=1))
+    served.batch._find_step()
+    assert processes == [run], "started once, for lines and texts"
+
+
 @pytest.mark.parametrize("verb", ["generate", "inspect", "eval"])
 def test_verbs_work_on_a_reference(verb, run, command):
     few = ["--max-tokens", 2] if verb == "generate" else []
@@ -326,6 +339,10 @@ def test_only_models_that_are_used_are_rounded_for_speed(base, code, tmp_path, m
     assert json.loads((tmp_path / "run/dunes.json").read_text())["base"]["kind"] == "torch.float32"
     assert dtypes(LoadedFolder(tmp_path / "run", "run", (), print).completer.loaded.model) == {torch.bfloat16}
     assert dtypes(FolderCompleter(base).loaded.model) == {torch.float32}
+    compiled = lambda model, *a: (fitted.append(dtypes(model)), (tmp_path, torch.bfloat16))[1]
+    monkeypatch.setattr("dunes.generate.decode_packages.compile_step", compiled)
+    assert command("compile", tmp_path / "run")[0] == 0
+    assert fitted[1:] == [{torch.bfloat16}], "the model that completion and generation use"
     assert command("augment", "merge", tmp_path / "run", tmp_path / "out")[0] == 0
     assert dtypes(checkpoint.load(tmp_path / "out").model) == {torch.float32}
     assert torch.equal(logits(tmp_path / "out"), logits(base))

@@ -72,13 +72,14 @@ def generate(
     """
     with _quick_imports():
         from dunes import checkpoint, measure
+        from dunes.checkpoint.open import round_for_speed
         from dunes.generate.decode_packages import step_source
         from dunes.inference.text_generator import TextGenerator, describe_generation
 
     sample, tokens = sampling.sampler(), sampling.max_tokens
     measure.keep_freed_memory()
     folder = checkpoint.locate_model(model).folder
-    loaded = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
+    loaded = round_for_speed(checkpoint.load_with_tokenizer(folder, measure.device(), any_base))
     generator = TextGenerator(loaded, step_source(loaded.model), _cache_format(cache))
     small = None
     if draft is not None:
@@ -188,11 +189,12 @@ def compile_(
     import torch
 
     from dunes import checkpoint
+    from dunes.checkpoint.open import round_for_speed
     from dunes.generate.decode_packages import compile_step
 
     drop_lost_output()
     start = perf_counter()
-    loaded = checkpoint.load(checkpoint.locate_model(model).folder, any_base=any_base)
+    loaded = round_for_speed(checkpoint.load(checkpoint.locate_model(model).folder, any_base=any_base))
     package, choice = compile_step(loaded.model, loaded.context_length, getattr(torch, dtype) if dtype else None)
     print(f"compiled: {perf_counter() - start:.0f} s, {str(choice).removeprefix('torch.')} weights, {package}")
     print(f'next: dunes generate {quote(str(model))} "..."')

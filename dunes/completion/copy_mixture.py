@@ -55,6 +55,10 @@ class RememberedLogits:
         self._previous = dict[tuple[int, ...], Entry]()
         self._current = dict[tuple[int, ...], Entry]()
 
+    def forget(self) -> None:
+        """Drop all entries; the KV cache is kept."""
+        self._previous, self._current = {}, {}
+
     def begin(self, length: int) -> None:
         """Begin a request for texts of up to `length` ids, and drop entries that the previous request did not
         use."""

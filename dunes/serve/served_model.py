@@ -35,16 +35,18 @@ from dunes.completion.completer import (
     model_or_copies,
     name_in_sources,
 )
+from dunes.completion.engine import GREEDY_FROM
 from dunes.completion.search import WIDTH, CompleteOptions
 from dunes.completion.text import near_text
 from dunes.generate.decode_packages import step_source
-from dunes.inference.chat import NONE, ChatModel, NoTemplate, load_chat_engine
+from dunes.inference.chat import NONE, ChatModel, NoTemplate, load_chat_engine, start_compiling
 from dunes.runs.saving import read_config
 from dunes.runs.train_config import TrainConfig
 from dunes.serve.batch import Batch
 from dunes.serve.fields import Refused
 from dunes.serve.requests import Answer, Event, Facts, LineRequest, TextRequest
 from dunes.text.lines import split_lines
+from dunes.tree import count
 from dunes.units import plural
 
 Call = Callable[[Callable[[], Any]], Future[Any]]
@@ -73,7 +75,7 @@ class LoadedFolder:
         self.stamp, self.chats = model_stamp(folder), dict[str, ChatModel]()
         self.base_stamp = base_stamp(folder)
         self.batch: Batch | None = None
-        chat, notes = None, list[str]()
+        chat, find_step, notes = None, None, list[str]()
         load = partial(load_chat_engine, str(folder), adapters, measure.device())
         found = model_or_copies(folder, notes.append, load)
         if not isinstance(found, CopyCompleter):
@@ -88,11 +90,13 @@ class LoadedFolder:
             context = chat.loaded.context_length
             if longer := [key for key, chat in self.chats.items() if chat.loaded.context_length > context]:
                 say(f"{', '.join(longer)}: served with the context length of {name}, {plural(context, 'token')}")
-            self.batch = Batch(chat.loaded, step_source(chat.loaded.model), names, names.get(name))
+            is_large = count(chat.loaded.model) >= GREEDY_FROM and not adapters
+            find_step = step_source(chat.loaded.model, partial(start_compiling, folder) if is_large else None)
+            self.batch = Batch(chat.loaded, find_step, names, names.get(name))
         self.loaded = chat.loaded if chat else None
         self.facts = describe_model(folder, self.stamp, self.loaded)
         copier = found if isinstance(found, CopyCompleter) else None
-        self.completer = copier or find_completer(folder, notes.append, False, self.loaded)
+        self.completer = copier or find_completer(folder, notes.append, False, self.loaded, find_step)
         self.note = " ".join(notes)
         """The reason why the model does not complete lines; empty if it does."""
         if self.note:
