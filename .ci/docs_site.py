@@ -84,7 +84,7 @@ def is_documented(value: type) -> bool:
 def commands_page() -> Iterator[str]:
     """The page of the command: each verb, and the commands of verbs that have some."""
     yield "# The command"
-    yield "`dunes VERB -h` prints these texts. Options that several verbs share mean the same in each."
+    yield "`dunes VERB -h` prints these texts."
     for verb in VERBS:
         if verb in GROUPS:
             usage, *_ = help_text(verb).splitlines()
