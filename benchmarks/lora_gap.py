@@ -1,7 +1,8 @@
 """Validation loss of LoRA against full finetuning on real data, at several learning rates, with the same batches.
 
     dunes train stdlib --out runs/base --size 3m --context-length 512 --steps 560
-    python benchmarks/lora_gap.py runs/lora-gap.jsonl runs/base gsm8k_train.json.gz --examples 2000
+    python benchmarks/lora_gap.py runs/lora-gap.jsonl runs/base gsm8k_train.json.gz --examples 2000 \\
+        --picture docs/figures/lora-rates.svg
 
 Finished runs are appended to the file and not repeated, so that a sweep can be resumed, and several processes may
 share it. The validation loss is of answers, in nats/token, after the last step; "own text" is the base's

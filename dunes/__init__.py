@@ -2,8 +2,8 @@
 
 Each room (subpackage) is imported at its first use, so `import dunes` is fast and does not import torch.
 `help(dunes.train)` begins with the main names of the room `train`. Names that contain a dot are imported from
-their module: `train.train` of the room `runs` is `from dunes.runs.train import train`. docs/api.md lists all
-public names. The rooms:
+their module: `train.train` of the room `runs` is `from dunes.runs.train import train`. `make docs` makes pages of
+all public names. The rooms:
 """
 
 import importlib

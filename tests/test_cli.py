@@ -94,7 +94,7 @@ def test_a_flag_at_its_default_counts_as_asked_for(monkeypatch):
 
 def test_families_are_the_same_in_help_docs_and_code():
     root = Path(__file__).parent.parent
-    for file in ("docs/training.md", "docs/checkpoints.md"):
+    for file in ("docs/training-options.md", "docs/model-formats.md"):
         text = (root / file).read_text()
         assert [f for f in FAMILIES if f"`{f}`" not in text and f"{f}.py" not in text] == [], file
 

@@ -26,7 +26,7 @@ from dunes.train import Trainer, muon
 from dunes.train.loss import next_token_loss
 from small_models import random_model, small_config
 
-PAGE = Path(__file__).parents[1] / "docs" / "checkpoints.md"
+PAGE = Path(__file__).parents[1] / "docs" / "model-formats.md"
 (_, *COLUMNS), _, *ROWS = [
     [cell.strip(" `") for cell in line.split("|")[1:-1]]
     for line in PAGE.read_text().partition("<!-- families -->")[2].partition("<!--")[0].split("\n")[1:-1]

@@ -137,6 +137,7 @@ class Adapted(nn.Module):
 
     @property
     def active(self) -> str | None:
+        """The name of the active adapter; None if no adapter is active."""
         return self._active
 
     @active.setter
@@ -145,6 +146,7 @@ class Adapted(nn.Module):
 
     @property
     def bias(self) -> Tensor | None:
+        """The base's bias (O,); None without one."""
         return getattr(self.base, "bias", None)
 
     @property
@@ -162,6 +164,7 @@ class Adapted(nn.Module):
         return cast(Adapter, self.adapters[name])
 
     def forward(self, x: Tensor) -> Tensor:
+        """The output (..., O) of the base with the active adapter, or with an adapter for each row."""
         if self._row_adapters:
             return self._forward_by_row(x, self._row_adapters)
         if (adapter := self.active_adapter) is None:

@@ -62,6 +62,7 @@ class Grid:
 
     @property
     def highest(self) -> int:
+        """The highest code: 127 for 8 bits, 2^bits - 1 for fewer."""
         return 127 if self.bits == 8 else 2**self.bits - 1
 
     def width(self, inputs: int) -> int:

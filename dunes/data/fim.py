@@ -86,6 +86,7 @@ class FillInMiddle:
 
     @cached_property
     def sentinels(self) -> Sentinels:
+        """The ids of the tokenizer's sentinels. Raises ValueError for a tokenizer without them."""
         return sentinels(self.tokenizer)
 
     def __call__(self, ids: NDArray[np.int64], random: np.random.Generator) -> NDArray[np.int64]:

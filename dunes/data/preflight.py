@@ -56,10 +56,12 @@ class DataReport:
 
     @property
     def truncated_share(self) -> float:
+        """Truncated examples as a share of all examples."""
         return self.truncated / max(self.examples, 1)
 
     @property
     def trained_share(self) -> float:
+        """Targets of the loss as a share of all tokens."""
         return self.trained / max(self.tokens, 1)
 
     def lines(self) -> list[str]:

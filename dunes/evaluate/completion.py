@@ -171,10 +171,12 @@ class Point:
 
     @property
     def exact(self) -> float:
+        """1.0 if the first line is right except for trailing white space, otherwise 0.0."""
         return float(first_line(self.text).rstrip() == self.cut.rest.rstrip())
 
     @property
     def word(self) -> float:
+        """1.0 if the first word is right, otherwise 0.0."""
         return float(first_word(first_line(self.text).rstrip()) == first_word(self.cut.rest.rstrip()))
 
 

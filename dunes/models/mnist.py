@@ -22,6 +22,7 @@ class Normalize(nn.Module):
     """
 
     def forward(self, images: Tensor) -> Tensor:
+        """Images (B, 28, 28) of any dtype, from 0 to 255 -> normalised images (B, 28, 28) in float32."""
         if images.dim() != 3 or images.shape[1:] != (28, 28):
             raise ValueError(f"images of shape {tuple(images.shape)}; expected (B, 28, 28)")
         return (images.float() - MEAN) / STD

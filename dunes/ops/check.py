@@ -55,6 +55,7 @@ class Report(NamedTuple):
     times: list[Times]
 
     def failures(self) -> list[Check]:
+        """The checks that failed."""
         return [c for c in self.checks if c.result == "failed"]
 
 

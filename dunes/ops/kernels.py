@@ -27,6 +27,7 @@ class Cpp:
         self._source, self._functions = source, functions
 
     def missing(self, device: str) -> str | None:
+        """The reason why the functions cannot run on this type of device, in one line; None if they can."""
         return f"its C++ is for the CPU, not {device}" if device != "cpu" else missing_compiler()
 
     @functools.cached_property
@@ -69,6 +70,7 @@ class Metal:
         self._source = source
 
     def missing(self, device: str) -> str | None:
+        """The reason why the kernels cannot run on this type of device, in one line; None if they can."""
         return None if device == "mps" else f"its Metal kernels are for Apple's GPU, not {device}"
 
     @functools.cached_property

@@ -548,6 +548,7 @@ class Checkpointed(nn.Module):
         self.base = base
 
     def forward(self, *inputs: Any) -> Any:
+        """The base's output for these arguments, which must be positional."""
         if not torch.is_grad_enabled():
             return self.base(*inputs)
         return checkpoint(self.base, *inputs, use_reentrant=False)

@@ -132,6 +132,7 @@ class MLP(nn.Module):
         self.act = act
 
     def forward(self, x: Tensor) -> Tensor:
+        """(..., dim) -> (..., dim)."""
         y: Tensor = self.down(self.act(self.up(x)))
         return y
 
@@ -152,6 +153,7 @@ class GatedMLP(nn.Module):
         self.act = act
 
     def forward(self, x: Tensor) -> Tensor:
+        """(..., dim) -> (..., dim)."""
         gate, up = self.gate(x), self.up(x)
         y: Tensor = self.down(gated.fused(gate, up) if self.act is F.silu else self.act(gate) * up)
         return y

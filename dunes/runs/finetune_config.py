@@ -165,6 +165,7 @@ class FinetuneConfig(ExampleData, Adapter, Preference, FinetuneOptimization, Run
 
     @property
     def spec(self) -> MethodSpec:
+        """The entry of `method` in METHODS."""
         return METHODS[self.method]
 
     @property
@@ -174,10 +175,12 @@ class FinetuneConfig(ExampleData, Adapter, Preference, FinetuneOptimization, Run
 
     @property
     def about(self) -> str:
+        """The run in a few words: method, model and data."""
         return f"{self.method} of {self.model} on {self.data}"
 
     @property
     def missing(self) -> str:
+        """The reason why a new run cannot start with these options, in one line; "" if it can."""
         if self.method == "lora-experts" and self.experts_per_token > self.experts:
             return f"--experts-per-token is {self.experts_per_token}, more than --experts, {self.experts}"
         missing = [name for name in ("model", "data") if not getattr(self, name)]
@@ -185,10 +188,12 @@ class FinetuneConfig(ExampleData, Adapter, Preference, FinetuneOptimization, Run
 
     @property
     def counted(self) -> str:
+        """The unit of the objective's count."""
         return self.goal.counted
 
     @property
     def stops_by_time(self) -> bool:
+        """True if `minutes` ends the run, not `steps`."""
         return self.steps is None and self.minutes > 0
 
     @property

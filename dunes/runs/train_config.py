@@ -258,10 +258,12 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
 
     @property
     def about(self) -> str:
+        """The run in a few words: origin of the model, and sources."""
         return f"{self.origin} on {', '.join(self.sources)}"
 
     @property
     def missing(self) -> str:
+        """The reason why a new run cannot start with these options, in one line; "" if it can."""
         if self.trainable and not self.base:
             return "--trainable applies to --from; a new model is trained as a whole"
         return "" if self.sources else "no sources; pass files or folders to train on, stdlib or installed"

@@ -304,13 +304,16 @@ class RuleOptimizer(Optimizer):
         super().__init__(params, {"lr": lr, **defaults})
 
     def start(self, p: Tensor) -> State:
+        """The initial state of a parameter: named tensors, here none."""
         return {}
 
     def update(self, p: Tensor, grad: Tensor, state: State, group: Settings) -> tuple[Tensor, State]:
+        """The new value and state of a parameter, from its gradient and its group's settings."""
         raise NotImplementedError(f"{type(self).__name__} needs a method update(p, grad, state, group)")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update each parameter that has a gradient. Closures are not supported."""
         assert closure is None, "closures are not supported"
         for group in self.param_groups:
             for p in group["params"]:

@@ -257,6 +257,7 @@ class Trainer:
         return torch.device("cpu") if self.device.type == "mps" else self.device  # Apple's GPU has no float64
 
     def clear_gradients(self) -> None:
+        """Set the gradients of all trained parameters to None."""
         for p in self.parameters():
             p.grad = None
 
@@ -305,6 +306,7 @@ class Trainer:
         return ", ".join(names[:8]) + f" and {len(names) - 8} more" * (len(names) > 8)
 
     def autocast(self) -> AbstractContextManager[Any]:
+        """A context for the loss in the trainer's dtype: autocast, or nothing in float32."""
         if self.dtype == torch.float32:
             return nullcontext()
         return torch.autocast(self.device.type, self.dtype)

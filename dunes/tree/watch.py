@@ -100,11 +100,13 @@ class Statistics:
 
     @property
     def std(self) -> float:
+        """The standard deviation of the finite values; NaN without any."""
         finite = self.count - self.nonfinite
         return sqrt(self._squares / finite) if finite else nan
 
     @property
     def zeros(self) -> float:
+        """The share of values that are zero; NaN without values."""
         return self._zeros / self.count if self.count else nan
 
     @torch.no_grad()

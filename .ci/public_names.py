@@ -1,8 +1,7 @@
-"""docs/api.md: the public Python names by room, with signatures and the first sentences of their docstrings.
+"""The public Python names by room, each of which has a docstring: `python .ci/public_names.py` fails otherwise.
 
-`python .ci/api_page.py` writes the page; with --check it fails where the page is out of date, or a public name has
-no docstring. Public names are those that a room's `__init__` exports or its docstring names, and those that
-recipes, README and docs import from its modules or write in full.
+Public names are those that a room's `__init__` exports or its docstring names, and those that recipes, README and
+docs import from its modules or write in full. .ci/docs_site.py makes the site's pages of Python names from them.
 """
 
 import ast
@@ -12,9 +11,10 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
@@ -22,23 +22,11 @@ sys.path.insert(0, str(ROOT))
 
 import dunes  # noqa: E402 - the package beside this file, not an installed one
 
-PAGE = ROOT / "docs" / "api.md"
-WIDTH = 70
-"""The most characters of the parameters in a signature."""
-
-INTRODUCTION = """# Python names
-
-The public names of each room: those that it exports, and those in its modules that recipes and docs use. All else
-may change without notice. A name with a dot is imported from its module, as `train.train` of `dunes.runs` by
-`from dunes.runs.train import train`. `help()` has the types and the full docstrings. This page is written by
-`python .ci/api_page.py` from the code.
-"""
-
 
 def guides() -> Iterator[str]:
-    """The texts of README and docs, but for this page and the record of decisions."""
-    files = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    yield from (file.read_text() for file in files if file.name not in (PAGE.name, "decisions.md"))
+    """The texts of README and docs, but for the log and the record of decisions."""
+    files = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    yield from (file.read_text() for file in files if file.parent.name != "log" and file.name != "decisions.md")
 
 
 def examples() -> Iterator[str]:
@@ -112,35 +100,11 @@ def is_own(module: ModuleType, name: str, value: Any) -> bool:
     return not name.startswith("_") and (name.isupper() or getattr(value, "__module__", "") == module.__name__)
 
 
-def short(value: Any) -> str:
-    """A short literal as it is, anything else as "..."."""
-    plain = value is None or isinstance(value, bool | int | float | str)
-    return text if plain and len(text := repr(value)) <= (12 if isinstance(value, str) else 7) else "..."
-
-
 def is_callable(value: Any) -> bool:
     """True for functions, also in wrappers like `cache`, and for classes other than protocols."""
     if inspect.isclass(value):
         return not getattr(value, "_is_protocol", False)
     return inspect.isroutine(value) or hasattr(value, "__wrapped__")
-
-
-def signature(value: Any) -> str:
-    """The parameters without their types, cut at WIDTH characters; "" for what is not called."""
-    if not is_callable(value):
-        return ""
-    parameters = [p for p in inspect.signature(value).parameters.values() if not p.name.startswith("_")]
-    parts, starred = [], False
-    for parameter in parameters:
-        if parameter.kind is parameter.KEYWORD_ONLY and not starred:
-            parts.append("*")
-        starred |= parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL)
-        stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
-        default = "" if parameter.default is parameter.empty else f"={short(parameter.default)}"
-        parts.append(f"{stars}{parameter.name}{default}")
-    while len(", ".join(parts)) > WIDTH:
-        parts[-2:] = ["..."]
-    return f"({', '.join(parts)})"
 
 
 def docstring(dotted: str) -> str:
@@ -177,52 +141,29 @@ def constant_docstring(module: ModuleType, name: str) -> str:
     return ""
 
 
-def first_sentence(text: str) -> str:
-    """The first sentence of a docstring on one line, as a cell of a table."""
-    paragraph = " ".join(text.split("\n\n")[0].split())
-    return re.split(r"(?<=[.])\s+(?=[A-Z`])", paragraph)[0].replace("|", "\\|")
+def missing_docstrings() -> Iterator[str]:
+    """A line for each public name, and public method or property of a public class, that has no docstring."""
+    for package, names in public_names().items():
+        for dotted in (f"{package}.{name}" for name in names):
+            if not docstring(dotted):
+                yield f"{dotted} has no docstring"
+            value = resolve(dotted)
+            members = vars(value).items() if inspect.isclass(value) else ()
+            fields = getattr(value, "__dataclass_fields__", {})
+            bare = (name for name, member in members if name not in fields and is_undocumented(name, member))
+            yield from (f"{dotted}.{name} has no docstring" for name in bare)
 
 
-def is_minor(dotted: str, words: set[str]) -> bool:
-    """True for types and constants whose names are not among these words of docs, recipes and the room."""
-    value, name = resolve(dotted), dotted.rpartition(".")[2]
-    return name not in words and (inspect.isclass(value) or not is_callable(value))
-
-
-def table(package: str, names: list[str], words: set[str]) -> Iterator[str]:
-    """The lines of a package: a row for each name, and one for all minor ones."""
-    doc = inspect.getdoc(sys.modules[package]) or ""
-    words = words | {*re.findall(r"\w+", doc)}
-    yield from (f"## {package}", f"| name | {first_sentence(doc)} |", "|---|---|")
-    minor = [name for name in names if is_minor(f"{package}.{name}", words)]
-    for name in names:
-        if name not in minor:
-            dotted = f"{package}.{name}"
-            yield f"| `{name}{signature(resolve(dotted))}` | {first_sentence(docstring(dotted))} |"
-    if minor:
-        yield f"| types and constants | {', '.join(f'`{name}`' for name in minor)} |"
-    yield ""
-
-
-def page(names: dict[str, list[str]]) -> str:
-    """The text of the page."""
-    words = {*re.findall(r"\w+", "\n".join([*examples(), *full_names()]))}
-    tables = (line for package, members in names.items() for line in table(package, members, words))
-    return "\n".join([INTRODUCTION, *tables])
+def is_undocumented(name: str, member: Any) -> bool:
+    """True for a public method or property without a docstring."""
+    kinds = (FunctionType, classmethod, staticmethod, property, cached_property)
+    return not name.startswith("_") and isinstance(member, kinds) and not member.__doc__
 
 
 def main() -> int:
-    names = public_names()
-    full = [f"{package}.{name}" for package, members in names.items() for name in members]
-    missing = [name for name in full if not docstring(name)]
-    for name in missing:
-        print(f"{name} has no docstring", file=sys.stderr)
-    text = page(names)
-    if "--check" not in sys.argv:
-        PAGE.write_text(text)
-    elif not PAGE.exists() or PAGE.read_text() != text:
-        print("docs/api.md is out of date: python .ci/api_page.py writes it", file=sys.stderr)
-        return 1
+    missing = [*missing_docstrings()]
+    for line in missing:
+        print(line, file=sys.stderr)
     return 1 if missing else 0
 
 
