@@ -4,7 +4,7 @@ function __dunes
   string match -q -- $argv[1] "$words[2..] "
 end
 complete -c dunes -n "__dunes ' '" -f -a 'train finetune generate chat complete serve lsp doctor eval inspect convert export augment compile bench help'
-complete -c dunes -n "__dunes 'help '" -f -a 'train finetune generate chat complete serve lsp doctor eval inspect convert export augment compile bench help api checkpoints completion decisions editors figures finetuning format instruction-data kv-cache measuring mixtures-and-expansion native networks operations performance pruning quantization scaling serving small-networks training'
+complete -c dunes -n "__dunes 'help '" -f -a 'train finetune generate chat complete serve lsp doctor eval inspect convert export augment compile bench help checkpoints completion-figures completion decisions editors figures finetuning-data finetuning format generating how-completion-works how-compression-works how-measuring-works how-mixtures-work how-scaling-works how-training-works index instruction-data kv-cache measuring mixtures-and-expansion model-formats native networks operation-checks operations performance preferences pruning quantization scaling serving small-networks training-data training-loop training-options training tutorial'
 complete -c dunes -n "__dunes 'train *--split '" -f -a 'files tails'
 complete -c dunes -n "__dunes 'train *--family '" -f -a 'arcee llama mistral phi3 mixtral qwen2 qwen3 qwen3_moe deepseek_v3 olmo2 gemma2 gemma3_text smollm3 gpt_oss gpt_neox stablelm gpt2 mamba2 qwen3_next'
 complete -c dunes -n "__dunes 'train *--balancing '" -f -a 'loss bias'
@@ -51,7 +51,7 @@ complete -c dunes -n "__dunes 'train *'" -l override
 complete -c dunes -n "__dunes 'train *'" -l dry-run
 complete -c dunes -n "__dunes 'train *'" -l strict
 complete -c dunes -n "__dunes 'train *'" -l profile
-complete -c dunes -n "__dunes 'train *'" -l tensorboard
+complete -c dunes -n "__dunes 'train *'" -l track
 complete -c dunes -n "__dunes 'train *'" -l rank-timeout
 complete -c dunes -n "__dunes 'train *'" -l shard
 complete -c dunes -n "__dunes 'train *'" -l out
@@ -110,7 +110,7 @@ complete -c dunes -n "__dunes 'finetune *'" -l override
 complete -c dunes -n "__dunes 'finetune *'" -l dry-run
 complete -c dunes -n "__dunes 'finetune *'" -l strict
 complete -c dunes -n "__dunes 'finetune *'" -l profile
-complete -c dunes -n "__dunes 'finetune *'" -l tensorboard
+complete -c dunes -n "__dunes 'finetune *'" -l track
 complete -c dunes -n "__dunes 'finetune *'" -l rank-timeout
 complete -c dunes -n "__dunes 'finetune *'" -l shard
 complete -c dunes -n "__dunes 'finetune *'" -l out

@@ -4,7 +4,7 @@ _dunes() {
   local words= cur=${COMP_WORDS[COMP_CWORD]}
   case "${COMP_WORDS[*]:1:$((COMP_CWORD-1))} " in
     \ ) words='train finetune generate chat complete serve lsp doctor eval inspect convert export augment compile bench help' ;;
-    help\ ) words='train finetune generate chat complete serve lsp doctor eval inspect convert export augment compile bench help api checkpoints completion decisions editors figures finetuning format instruction-data kv-cache measuring mixtures-and-expansion native networks operations performance pruning quantization scaling serving small-networks training' ;;
+    help\ ) words='train finetune generate chat complete serve lsp doctor eval inspect convert export augment compile bench help checkpoints completion-figures completion decisions editors figures finetuning-data finetuning format generating how-completion-works how-compression-works how-measuring-works how-mixtures-work how-scaling-works how-training-works index instruction-data kv-cache measuring mixtures-and-expansion model-formats native networks operation-checks operations performance preferences pruning quantization scaling serving small-networks training-data training-loop training-options training tutorial' ;;
     train\ *--split\ ) words='files tails' ;;
     train\ *--family\ ) words='arcee llama mistral phi3 mixtral qwen2 qwen3 qwen3_moe deepseek_v3 olmo2 gemma2 gemma3_text smollm3 gpt_oss gpt_neox stablelm gpt2 mamba2 qwen3_next' ;;
     train\ *--balancing\ ) words='loss bias' ;;
@@ -14,7 +14,7 @@ _dunes() {
     train\ *--compile\ ) words='auto on off' ;;
     train\ *--dtype\ ) words='float32 bfloat16 float16' ;;
     train\ *--shard\ ) words='all node' ;;
-    train\ *) [[ $cur == -* ]] && words='--text-field --split --separate-documents --follow-links --from --trainable --family --parts --experts --experts-per-token --shared-experts --balancing --size --tokenizer --vocab-size --complete --fim-rate --copies --dropout --weight-decay --minutes --steps --batch --context-length --lr --seed --optimizer --lr-factors --device --compile --dtype --threads --resume --override --dry-run --strict --profile --tensorboard --rank-timeout --shard --out --no-complete --quiet --trust-code --trust-sources --help' ;;
+    train\ *) [[ $cur == -* ]] && words='--text-field --split --separate-documents --follow-links --from --trainable --family --parts --experts --experts-per-token --shared-experts --balancing --size --tokenizer --vocab-size --complete --fim-rate --copies --dropout --weight-decay --minutes --steps --batch --context-length --lr --seed --optimizer --lr-factors --device --compile --dtype --threads --resume --override --dry-run --strict --profile --track --rank-timeout --shard --out --no-complete --quiet --trust-code --trust-sources --help' ;;
     finetune\ *--template\ ) words='plain alpaca alpaca-newline mistral llama2 llama3 chatml' ;;
     finetune\ *--train-on\ ) words='answers all' ;;
     finetune\ *--method\ ) words='full lora rslora dora pissa qlora qdora qlora-int8 lora-experts' ;;
@@ -24,7 +24,7 @@ _dunes() {
     finetune\ *--compile\ ) words='auto on off' ;;
     finetune\ *--dtype\ ) words='float32 bfloat16 float16' ;;
     finetune\ *--shard\ ) words='all node' ;;
-    finetune\ *) [[ $cur == -* ]] && words='--data --text-field --fields --follow-links --template --train-on --val-data --val-fraction --forgetting-data --max-truncated --no-packing --method --target-modules --rank --alpha --ranks --dropout --experts --experts-per-token --router --objective --beta --label-smoothing --length-normalized --minutes --steps --batch --context-length --lr --seed --epochs --micro-batch --device --compile --dtype --threads --resume --override --dry-run --strict --profile --tensorboard --rank-timeout --shard --out --show --quiet --trust-code --trust-sources --help' ;;
+    finetune\ *) [[ $cur == -* ]] && words='--data --text-field --fields --follow-links --template --train-on --val-data --val-fraction --forgetting-data --max-truncated --no-packing --method --target-modules --rank --alpha --ranks --dropout --experts --experts-per-token --router --objective --beta --label-smoothing --length-normalized --minutes --steps --batch --context-length --lr --seed --epochs --micro-batch --device --compile --dtype --threads --resume --override --dry-run --strict --profile --track --rank-timeout --shard --out --show --quiet --trust-code --trust-sources --help' ;;
     generate\ *--cache\ ) words='int8 int4 int2' ;;
     generate\ *) [[ $cur == -* ]] && words='--max-tokens --temperature --top-k --top-p --min-p --typical-p --repetition-penalty --seed --lookup --draft --cache --any-base --trust-code --trust-sources --help' ;;
     chat\ *--cache\ ) words='int8 int4 int2' ;;
