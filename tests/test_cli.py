@@ -183,26 +183,23 @@ def test_train_generate_complete_eval(code, tmp_path, command, monkeypatch):
     assert "bits/byte" in command("eval", run, file)[1]
 
 
-FILE = """
-train = {minutes = 7, lr = 0.5, no-complete = true, text_field = ["a", "b"], tensorboard = true}
-augment.quantize.kind = "int8"
-"""
+PAGE = Path(__file__).parent.parent / "docs" / "command.md"
 
 
 @pytest.fixture
 def user_file(tmp_path, monkeypatch):
-    """The user's file of defaults, which is `FILE`."""
+    """The user's file of defaults, with the example of the documentation."""
     monkeypatch.setenv("DUNES_CONFIG", str(tmp_path / "user.toml"))
-    (tmp_path / "user.toml").write_text(FILE)
+    (tmp_path / "user.toml").write_text(PAGE.read_text().partition("```toml\n")[2].partition("```")[0])
     return tmp_path / "user.toml"
 
 
 @pytest.mark.parametrize(("options", "expected", "asked"), [
-    ("x", (7, 0.5, False, ("a", "b")), {"sources"}),
-    ("x --lr=0.1 --complete", (7, 0.1, True, ("a", "b")), {"sources", "lr", "complete"}),
-    ("x --steps 3", (15, 0.5, False, ("a", "b")), {"sources", "steps"}),
-    ("x --minutes 15", (15, 0.5, False, ("a", "b")), {"sources", "minutes"}),
-    ("--resume", (7, 0.5, False, ("a", "b")), set()),
+    ("x", (30, 4, False), {"sources"}),
+    ("x --threads=2 --complete", (30, 2, True), {"sources", "threads", "complete"}),
+    ("x --steps 3", (15, 4, False), {"sources", "steps"}),
+    ("x --minutes 15", (15, 4, False), {"sources", "minutes"}),
+    ("--resume", (30, 4, False), set()),
 ])  # fmt: skip
 def test_a_users_file_counts_less_than_flags_and_than_what_a_run_recorded(
     options, expected, asked, user_file, monkeypatch, capsys
@@ -211,9 +208,8 @@ def test_a_users_file_counts_less_than_flags_and_than_what_a_run_recorded(
     monkeypatch.setattr("dunes.runs.train.train", lambda config, *_, **named: runs.append((config, named)) or 0)
     assert cli.run_command(["train", *options.split(), "--out", "r", "--dry-run"]) == 0
     ((run, named),) = runs
-    assert (run.minutes, run.lr, run.complete, run.text_field) == expected
-    assert named["asked"] == asked
-    assert named["tensorboard"]
+    assert (run.minutes, run.threads, run.complete) == expected
+    assert (named["asked"], named["track"]) == (asked, ("tensorboard",))
     assert capsys.readouterr().out.startswith(f"from {user_file}: --")
 
 
@@ -234,8 +230,7 @@ def test_a_mistake_in_a_users_file_is_named_with_its_path(text, arguments, user_
 
 
 def test_help_shows_pages_and_verbs_and_names_the_nearest(command):
-    page = (Path(__file__).parent.parent / "docs" / "quantization.md").read_text()
-    assert "\nquantization            Quantization\n" in command("help")[1]
-    assert command("help", "quantization")[1].strip() == page.strip()
+    assert "\ncommand                 Set up the command\n" in command("help")[1]
+    assert command("help", "command")[1].strip() == PAGE.read_text().strip()
     assert "--kind" in command("help", "augment", "quantize")[1]
     refuses_command("quantization", command("help", "quantisation"))

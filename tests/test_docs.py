@@ -50,6 +50,7 @@ NOT_RUN = {
     "pip install *": "installs from the network",
     "dunes generate org/name *": "downloads; tests/test_hub.py has a server of its own",
     "*dunes * smollm2 *": "downloads; tests/test_wheel.py",
+    "dunes --completion *": "writes to the home folder; tests/test_shells.py",
     "dunes doctor *": "asks a server that stays up; tests/test_serve.py",
     "torchrun *": "tests/test_ranks.py",
     "cmake *": "compiles for minutes; tests/test_export_native.py",
@@ -118,7 +119,7 @@ def pieces(page):
             assert known, f"{page}:{first}: neither commands of known programs nor a known text"
             result += commands
         else:
-            assert language in ("c", "json", "bash", "yaml", "console"), (
+            assert language in ("c", "json", "bash", "yaml", "console", "toml"), (
                 f"{page}:{first}: no test runs a block of {language}"
             )
     return result
