@@ -21,6 +21,7 @@ from huggingface_hub import _tree_cache, constants, snapshot_download, utils
 from dunes import checkpoint
 from dunes.checkpoint import hub
 from dunes.checkpoint import open as opening
+from dunes.files import hub_cache
 from dunes.text import Tokenizer
 from small_models import random_model
 
@@ -273,7 +274,7 @@ def test_a_download_that_was_cut_short_is_no_model_without_a_network_and_goes_on
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("silent", [False, True])
 def test_nothing_here_and_no_network_is_one_line_after_one_try(monkeypatch, tmp_path, silent):
-    monkeypatch.setattr(hub, "SECONDS", 0.2)
+    monkeypatch.setattr(hub_cache, "SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         use(monkeypatch, f"http://127.0.0.1:{server.getsockname()[1]}", tmp_path)
         if not silent:
