@@ -505,9 +505,7 @@ def _preference(row: dict[str, Any]) -> tuple[Conversation, Conversation]:
     the common beginning, ValueError is raised. Answers inside the prompt are not trained on.
     """
     prompt, chosen, rejected = _prompt(row), _answer(row, "chosen"), _answer(row, "rejected")
-    size = _shared(chosen, rejected)
-    if size == len(chosen) == len(rejected):
-        raise ValueError("chosen and rejected are equal; leave the row out")
+    size = min(_shared(chosen, rejected), max(len(chosen), len(rejected)) - 1)  # equal pairs are skipped later
     if not any(answer[:1] and answer[0].role == "assistant" for answer in (chosen, rejected)):
         if bad := {turn.full_text.strip() for turn in prompt} - {turn.full_text.strip() for turn in chosen[:size]}:
             raise ValueError(f"chosen and rejected do not begin with the prompt {min(bad)[:40]!r}")

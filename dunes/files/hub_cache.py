@@ -135,12 +135,11 @@ def _failure(error: Exception, repository: str, revision: str) -> ValueError:
     from huggingface_hub import constants
 
     store, kind, name = _locate(repository)
-    commits = sorted({path.name for path in (store / "snapshots").glob("*")} - {revision})
-    cached = f" (begun: {commits[0]})" if commits else ""
+    begun = [f" (begun: {path.name})" for path in (store / "snapshots").glob("*") if path.name != revision]
     return ValueError(
-        f"{name}: no such {'folder' if kind == 'model' else 'data set here'}, {revision!r} is not complete in the Hub's "
-        f"cache{cached}, and the Hub does not provide it ({_reason(error)}); check name and network, accept the "
-        f"conditions at {constants.ENDPOINT}/{repository.removeprefix('models/')}, or {SIGN_IN}"
+        f"{name}: {'no such folder, ' * (kind == 'model')}{revision!r} is not complete in the Hub's cache"
+        f"{''.join(begun[:1])}, and the Hub does not provide it ({_reason(error)}); check name and network, "
+        f"accept the conditions at {constants.ENDPOINT}/{repository.removeprefix('models/')}, or {SIGN_IN}"
     )
 
 
