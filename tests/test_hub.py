@@ -24,6 +24,7 @@ from conftest import display, refuses, toy
 from dunes import checkpoint
 from dunes.checkpoint import hub
 from dunes.checkpoint import open as opening
+from dunes.completion.completer import training_sources
 from dunes.data import hub_tables
 from dunes.data.hub_tables import fetch
 from dunes.data.sources import collect_corpus
@@ -364,7 +365,7 @@ CONFIGS = {
     "converted": (["default/train/0000.parquet"], ["default/test/0000.parquet", "b/train/0000.parquet"], "", ""),
     "partial": ([f"en/partial-train/000{i}.parquet" for i in range(2)], ["fr/train/0000.parquet"], "en", "train"),
     "a folder": (["sample/10BT/000_00000.parquet"], ["data/CC/000_00000.parquet"], "sample/10BT", ""),
-    "words": (["my_validation.parquet"], ["my_train.parquet", "more.parquet"], "", "validation"),
+    "words": (["more.parquet", "my_train.parquet"], ["my_validation.parquet"], "", ""),
 }  # fmt: skip
 NO_CONFIGS = [
     (GSM8K, "", "", "main, socratic"),
@@ -415,6 +416,7 @@ def test_a_run_records_the_commit_of_its_data_and_goes_on_with_it(site, tmp_path
     stop(site)
     assert train(replace(config, steps=2), folder, display()[0], resume=True, override=["steps"]) == 0
     assert score_folder(folder)[1] == score_folder(folder, ["hf:org/tiny"])[1] - 1 == 1
+    assert training_sources(folder)[0] == (), "a server or an editor asks for no data set"
     other = replace(config, sources=("hf:org/tiny:test",))
     refuses("sources was", train, other, folder, display()[0], resume=True)
 
