@@ -23,16 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import change_json, metaspace_tokenizer, refuses
-from dunes.data import (
-    PackedText,
-    Windows,
-    collect_corpus,
-    document,
-    files,
-    open_shard,
-    shards,
-    token_shard,
-)
+from dunes.data import PackedText, Windows, collect_corpus, document, files, open_shard, shards, token_shard
 from dunes.data.batches import shuffle_index
 from dunes.data.document import BLOCK, GIANT
 from dunes.files import atomic

@@ -689,6 +689,9 @@ def test_parquet_is_read_like_lines(tmp_path, monkeypatch):
     found = read_records(wide, ["body"])
     assert [r.turns[0].text for r in found.rows] == ["a", "c"]
     refuses(str(wide), read_records, wide, ["text"])
+    polars.DataFrame({"text": []}).write_parquet(tmp_path / "empty.parquet")
+    for read in (read_dataset, lambda path: collect_corpus([path])):
+        refuses(r"empty\.parquet", read, tmp_path / "empty.parquet")
     for value in (1, b"a", ["a"], {"a": "b"}):
         polars.DataFrame({"text": [None, None, value]}).write_parquet(tmp_path / "typed", row_group_size=1)
         refuses("typed, row 3", read_records, tmp_path / "typed", ["text"])

@@ -27,10 +27,8 @@ from dunes.checkpoint import open as opening
 from dunes.completion.completer import training_sources
 from dunes.data import hub_tables
 from dunes.data.hub_tables import fetch
-from dunes.data.sources import collect_corpus
 from dunes.evaluate.text_loss import score_folder
 from dunes.files import hub_cache
-from dunes.runs.finetune_data import read_dataset
 from dunes.runs.train import train
 from dunes.text import Tokenizer
 from small_models import random_model
@@ -419,16 +417,6 @@ def test_a_run_records_the_commit_of_its_data_and_goes_on_with_it(site, tmp_path
     assert training_sources(folder)[0] == (), "a server or an editor asks for no data set"
     other = replace(config, sources=("hf:org/tiny:test",))
     refuses("sources was", train, other, folder, display()[0], resume=True)
-
-
-CONTENTS = {"no rows": {"text": []}, "other columns": [{"body": "a"}], "cut short": [{"text": "a" * 99}] * 99}
-
-
-@pytest.mark.parametrize("case", CONTENTS)
-def test_tables_that_cannot_be_read_are_refused_with_their_path(site, case):
-    site.files[TABLE] = site.sent[TABLE] = table(CONTENTS[case])[: -20 if case == "cut short" else None]
-    for read in (read_dataset, lambda source: collect_corpus([source])):
-        refuses(TABLE, read, "hf:org/tiny")
 
 
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
