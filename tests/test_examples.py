@@ -13,9 +13,9 @@ from hashlib import blake2b
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
-from conftest import refuses
+from conftest import metaspace_tokenizer, refuses
 from dunes.data import (
     check_report,
     collect_corpus,
@@ -78,15 +78,7 @@ def llama3():
 @pytest.fixture(scope="module")
 def spaced():
     """Of the make of llama 2's: a space is set in front of each text."""
-    inner = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
-    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    inner.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
-    special, printed = ["<unk>", "<s>", "</s>"], [chr(i) for i in (10, *range(33, 127))]
-    trainer = trainers.BpeTrainer(vocab_size=180, special_tokens=special, initial_alphabet=printed)
-    inner.train_from_iterator([WORDS], trainer)
-    steps = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    inner.decoder = decoders.Sequence(steps)
-    return read_config(inner, ("<s>", "</s>"))
+    return metaspace_tokenizer()
 
 
 def read_config(inner, special):

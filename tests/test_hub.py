@@ -353,35 +353,34 @@ def table(rows) -> bytes:
 
 
 ONE, PARTS = "-00000-of-00001-ab12.parquet", ["-00000-of-00002.parquet", "-00001-of-00002.parquet"]
-GSM8K = [
-    f"{config}/{split}-00000-of-00001.parquet" for config in ("main", "socratic") for split in ("train", "test")
-]
-CONFIGS = {
-    "the only one": ([f"data/train{part}" for part in PARTS], ["data/test" + ONE, "a.jsonl"], "", ""),
-    "one of several": (GSM8K[2:3], [*GSM8K[:2], GSM8K[3]], "socratic", ""),
-    "a split": (["data/train_sft" + ONE], ["data/train_prefs" + ONE, "data/test_sft" + ONE], "", "train_sft"),
-    "converted": (["default/train/0000.parquet"], ["default/test/0000.parquet", "b/train/0000.parquet"], "", ""),
+GSM8K = [f"{config}/{split}{ONE}" for config in ("main", "socratic") for split in ("test", "train")]
+CONFIGS = {  # the files that are wanted, or what a refusal names; other files; configuration; split
+    "the only one": ([f"data/train{part}" for part in PARTS], [f"data/test{ONE}"], None, None),
+    "one of several": (GSM8K[3:], GSM8K[:3], "socratic", None),
+    "a split": ([f"data/train_sft{ONE}"], [f"data/train_prefs{ONE}"], None, "train_sft"),
+    "converted": (
+        ["default/train/0000.parquet"],
+        ["default/test/0000.parquet", "b/train/0000.parquet"],
+        None,
+        None,
+    ),
     "partial": ([f"en/partial-train/000{i}.parquet" for i in range(2)], ["fr/train/0000.parquet"], "en", "train"),
-    "a folder": (["sample/10BT/000_00000.parquet"], ["data/CC/000_00000.parquet"], "sample/10BT", ""),
-    "words": (["more.parquet", "my_train.parquet"], ["my_validation.parquet"], "", ""),
-}  # fmt: skip
-NO_CONFIGS = [
-    (GSM8K, "", "", "main, socratic"),
-    (GSM8K, "all", "", "main, socratic"),
-    (GSM8K, "main", "dev", "train, test"),
-]
+    "a folder": (["sample/10BT/000_00000.parquet"], ["data/CC/000_00000.parquet"], "sample/10BT", None),
+    "words": (["more.parquet", "my_train.parquet"], ["my_validation.parquet"], None, None),
+    "no default": ("main, socratic", GSM8K, None, None),
+    "no configuration": ("main, socratic", GSM8K, "all", None),
+    "no split": ("test, train", GSM8K, "main", "dev"),
+}
 
 
 @pytest.mark.parametrize("case", CONFIGS)
 def test_the_files_of_a_configuration_and_a_split_are_wanted(case):
-    wanted, unwanted, config, split = CONFIGS[case]
-    files = {file: 1 for file in sorted([*wanted, *unwanted]) if file.endswith(".parquet")}
-    assert [*hub_tables.select_tables(files, "org/tiny", config or None, split or None)] == wanted
-
-
-@pytest.mark.parametrize(("files", "config", "split", "named"), NO_CONFIGS)
-def test_the_configurations_and_splits_that_exist_are_named(files, config, split, named):
-    refuses(named, hub_tables.select_tables, dict.fromkeys(files, 1), "org/tiny", config, split)
+    wanted, others, *asked = CONFIGS[case]
+    files = dict.fromkeys(sorted([*others, *(wanted if isinstance(wanted, list) else ())]), 1)
+    if isinstance(wanted, list):
+        assert [*hub_tables.select_tables(files, "org/tiny", *asked)] == wanted
+    else:
+        refuses(wanted, hub_tables.select_tables, files, "org/tiny", *asked)
 
 
 def test_a_data_set_without_tables_is_read_as_the_hub_converts_it(site, capsys):
