@@ -128,12 +128,10 @@ def test_near_duplicates_of_installed_code_go_and_those_of_a_project_stay(machin
 
 
 def test_packages_contribute_equally_up_to_a_cap():
-    files = [("/r/large", f"large/{i}.py", 10) for i in range(100)]
-    files += [("/r/small", f"small/{i}.py", 10) for i in range(3)] + [
-        ("/r/next", f"next/{i}.py", 10) for i in range(50)
-    ]
+    sizes = {"large": 100, "small": 3, "next": 50}
+    files = [(f"/r/{package}", f"{package}/{i}.py", 10) for package, size in sizes.items() for i in range(size)]
     chosen = select_files(files, 430)
-    counts = {package: sum(p == f"/r/{package}" for p, _ in chosen) for package in ("large", "small", "next")}
+    counts = {package: sum(p == f"/r/{package}" for p, _ in chosen) for package in sizes}
     assert counts == {"large": 20, "small": 3, "next": 20}
     assert select_files(files[::-1], 430) == chosen
     assert select_files(files, 0) == set()
@@ -151,9 +149,8 @@ def test_what_a_package_states_may_be_anything(tmp_path):
 
 
 def test_the_name_is_no_path_and_a_folder_of_that_name_is_one(machine):
-    assert [*map(is_path, ("installed", "installed:go", "stdlib", "./installed", "installed_x", "stdlib:go"))] == [
-        *(False, False, False, True, True, True)
-    ]
+    assert not any(map(is_path, ("installed", "installed:go", "stdlib", "hf:org/name")))
+    assert all(map(is_path, ("./installed", "installed_x", "stdlib:go", "./hf:x")))
     put(Path("installed"), {"mine.py": code()})
     assert names(collect_corpus(["./installed"])) == ["mine.py"]
     assert "mine.py" not in names(collect_corpus(["installed"]))
