@@ -51,7 +51,7 @@ def flag(metavar: str, default: str = "", about: str | None = None, name: str | 
 
 def is_path(source: object) -> bool:
     """True if a source of text is a path; False for STDLIB, INSTALLED and a data set of the Hub."""
-    return str(source) != STDLIB and str(source).partition(":")[0] not in (INSTALLED, HUB[:-1])
+    return str(source) != STDLIB and str(source).partition(":")[0] != INSTALLED and not str(source).startswith(HUB)
 
 
 def option(field: str) -> str:

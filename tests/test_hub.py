@@ -388,6 +388,9 @@ def test_a_data_set_without_tables_is_read_as_the_hub_converts_it(site, capsys):
     refused("hf:org/tiny")
     refused(f"hf:org/tiny@{COMMIT}")
     site.converted = {"default/train/0000.parquet": b"PAR1", "default/test/0000.parquet": b"PAR1"}
+    site.refused = ("/revision/main", 503, {})
+    assert "503" in refused("hf:org/tiny:test")
+    site.refused = None
     name, paths = fetch("hf:org/tiny:test")
     assert (name, [path.read_bytes() for path in paths]) == (f"hf:org/tiny:test@{CONVERTED}", [b"PAR1"])
     stop(site)

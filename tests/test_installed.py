@@ -150,7 +150,7 @@ def test_what_a_package_states_may_be_anything(tmp_path):
 
 def test_the_name_is_no_path_and_a_folder_of_that_name_is_one(machine):
     assert not any(map(is_path, ("installed", "installed:go", "stdlib", "hf:org/name")))
-    assert all(map(is_path, ("./installed", "installed_x", "stdlib:go", "./hf:x")))
+    assert all(map(is_path, ("./installed", "installed_x", "stdlib:go", "./hf:x", "hf")))
     put(Path("installed"), {"mine.py": code()})
     assert names(collect_corpus(["./installed"])) == ["mine.py"]
     assert "mine.py" not in names(collect_corpus(["installed"]))

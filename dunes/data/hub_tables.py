@@ -40,7 +40,8 @@ def fetch(source: str) -> tuple[str, list[Path]]:
         except ValueError as error:  # a branch without parquet files is not in the cache
             errors.append(error)
             continue
-        if tables := {file: files[file] for file in sorted(files) if file.endswith(".parquet")}:
+        tables = {file: files[file] for file in sorted(files) if file.endswith(".parquet")}
+        if tables and (reason or not errors):  # if the Hub fails to list main, it may have other tables there
             if reason:
                 print_warning(f"warning: {name}: reads revision {commit} from the cache, as {reason}")
             tables = select_tables(tables, name, config, split)

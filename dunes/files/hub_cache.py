@@ -53,10 +53,9 @@ def resolve(repository: str, revision: str) -> tuple[str, dict[str, int], str]:
     if COMMIT.fullmatch(revision) and (listing := _cached_listing(repository, revision)):
         return revision, listing, ""
     store, kind, name = _locate(repository)
+    api: Any = HfApi()
     try:
-        info: Any = HfApi().repo_info(
-            name, repo_type=kind, revision=revision, files_metadata=True, timeout=SECONDS
-        )
+        info = api.repo_info(name, repo_type=kind, revision=revision, files_metadata=True, timeout=SECONDS)
     except Exception as error:
         commit = revision if COMMIT.fullmatch(revision) else _read_ref(store / "refs" / revision)
         if not COMMIT.fullmatch(commit) or not (listing := _cached_listing(repository, commit)):
