@@ -375,16 +375,11 @@ def test_what_is_linked_outside_is_read_if_asked_for_by_its_own_rules(tmp_path):
     assert reasons(corpus) == {"ignored": ignored, "links": links, "duplicates": copies}
 
 
-def test_a_link_that_is_named_is_what_it_leads_to(tmp_path):
-    put(tmp_path / "real", {"a.py": "a", "in/b.py": "b"})
-    (tmp_path / "folder").symlink_to("real")
-    (tmp_path / "file").symlink_to("real/a.py")
-    assert names(collect_corpus([tmp_path / "folder"])) == ["a.py", "in/b.py"]
-    assert names(collect_corpus([tmp_path / "file"])) == ["file"]
-
-
-def test_links_between_sources_and_hard_links_and_what_is_named_twice_are_read_once(tmp_path):
+def test_a_named_link_is_what_it_leads_to_and_what_is_linked_between_sources_or_named_twice_is_read_once(tmp_path):
     put(tmp_path, {"one/a.py": "a", "two/b.py": "b"})
+    for link, target in (("folder", "one"), ("file", "one/a.py")):
+        (tmp_path / link).symlink_to(target)
+    assert [names(collect_corpus([tmp_path / link])) for link in ("folder", "file")] == [["a.py"], ["file"]]
     named = collect_corpus([tmp_path / "one", tmp_path / "one" / "a.py"])
     assert (names(named), named.skipped) == (["a.py"], {"duplicates": ["a.py"]})
     (tmp_path / "one" / "to").symlink_to(tmp_path / "two" / "b.py")
@@ -631,9 +626,8 @@ def test_a_shard_of_records_ends_each_text(tmp_path, monkeypatch):
 
 @pytest.fixture
 def documents(tmp_path):
-    texts = {
-        f"{i}.py": f"def task_{i}(value):\n    return value * {i}  # größer 漢字 <|endoftext|>\n" for i in range(6)
-    }
+    text = "def task_{0}(value):\n    return value * {0}  # größer 漢字 <|endoftext|>\n"
+    texts = {f"{i}.py": text.format(i) for i in range(6)}
     return collect_corpus([put(tmp_path / "source", texts)]).train
 
 

@@ -115,9 +115,8 @@ def test_a_language_without_packages_is_refused_with_the_places(machine, monkeyp
 def test_near_duplicates_of_installed_code_go_and_those_of_a_project_stay(machine):
     text = (machine / "lib/site-packages/fast/routing.py").read_text()
     put(machine / "lib/site-packages", {"again/routing.py": text + "# more\n", "same/routing.py": text})
-    put(
-        machine / "project", {"a.py": code(), "src/routing.py": text + "# ours\n", "src/copy.py": text + "# own\n"}
-    )
+    copies = {"src/routing.py": text + "# ours\n", "src/copy.py": text + "# own\n"}
+    put(machine / "project", {"a.py": code()} | copies)
     corpus = collect_corpus(["installed:python"])
     assert names(corpus) == FOUND["python"]
     assert corpus.duplicates == {}
