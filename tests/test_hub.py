@@ -347,11 +347,6 @@ def test_a_folder_is_itself_and_comes_before_a_name(tmp_path, monkeypatch):
     assert "pass only one" in refused("org/other@v1", "v2")
 
 
-def table(rows) -> bytes:
-    pytest.importorskip("polars").DataFrame(rows).write_parquet(file := BytesIO())
-    return file.getvalue()
-
-
 ONE, PARTS = "-00000-of-00001-ab12.parquet", ["-00000-of-00002.parquet", "-00001-of-00002.parquet"]
 GSM8K = [f"{config}/{split}{ONE}" for config in ("main", "socratic") for split in ("test", "train")]
 CONFIGS = {  # the files that are wanted, or what a refusal names; other files; configuration; split
@@ -407,7 +402,9 @@ def test_a_file_name_that_leads_out_of_the_folder_is_refused(site, name):
 
 
 def test_a_run_records_the_commit_of_its_data_and_goes_on_with_it(site, tmp_path):
-    site.files[TABLE] = site.sent[TABLE] = table([{"text": f"{i} is a number.\n"} for i in range(300)])
+    rows = {"text": [f"{i} is a number.\n" for i in range(300)]}
+    pytest.importorskip("polars").DataFrame(rows).write_parquet(file := BytesIO())
+    site.files[TABLE] = site.sent[TABLE] = file.getvalue()
     config, folder = toy("", sources=("hf:org/tiny",), steps=1), tmp_path / "run"
     assert train(config, folder, display()[0]) == 0
     sources = [f"hf:org/tiny@{COMMIT}"]
@@ -417,8 +414,8 @@ def test_a_run_records_the_commit_of_its_data_and_goes_on_with_it(site, tmp_path
     assert train(replace(config, steps=2), folder, display()[0], resume=True, override=["steps"]) == 0
     assert score_folder(folder)[1] == score_folder(folder, ["hf:org/tiny"])[1] - 1 == 1
     assert training_sources(folder)[0] == (), "a server or an editor asks for no data set"
-    other = replace(config, sources=("hf:org/tiny:test",))
-    refuses("sources was", train, other, folder, display()[0], resume=True)
+    config = replace(config, sources=("hf:org/tiny:test",))
+    refuses("sources was", train, config, folder, display()[0], resume=True)
 
 
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]

