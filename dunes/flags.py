@@ -11,6 +11,8 @@ STDLIB = "stdlib"
 """Source name for the standard library of the running Python."""
 INSTALLED = "installed"
 """Source name for the code of installed packages; `installed:python,go` limits the languages."""
+HUB = "hf:"
+"""Prefix of a data set of the Hugging Face Hub: hf:ORG/NAME[/CONFIG][:SPLIT][@REVISION]."""
 Device = Literal["cpu", "cuda", "mps"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Copies = Literal["auto", "never", "only"]
@@ -49,8 +51,8 @@ def flag(metavar: str, default: str = "", about: str | None = None, name: str | 
 
 
 def is_path(source: object) -> bool:
-    """True if a source of text is a path; False for STDLIB and INSTALLED."""
-    return str(source) != STDLIB and str(source).partition(":")[0] != INSTALLED
+    """True if a source of text is a path; False for STDLIB, INSTALLED and a data set of the Hub."""
+    return str(source) != STDLIB and str(source).partition(":")[0] != INSTALLED and not str(source).startswith(HUB)
 
 
 def option(field: str) -> str:

@@ -10,13 +10,7 @@ import expansion
 from adapters import IDS, build, difference, trained
 from conftest import change_json, refuses
 from dunes import checkpoint, tree
-from dunes.augment import (
-    CHANGES,
-    Adapted,
-    apply_change,
-    base_model,
-    dequantize,
-)
+from dunes.augment import CHANGES, Adapted, apply_change, base_model, dequantize
 from dunes.augment.changes import decide_change
 from dunes.checkpoint import Architecture
 from dunes.checkpoint.export import export

@@ -23,16 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import change_json, metaspace_tokenizer, refuses
-from dunes.data import (
-    PackedText,
-    Windows,
-    collect_corpus,
-    document,
-    files,
-    open_shard,
-    shards,
-    token_shard,
-)
+from dunes.data import PackedText, Windows, collect_corpus, document, files, open_shard, shards, token_shard
 from dunes.data.batches import shuffle_index
 from dunes.data.document import BLOCK, GIANT
 from dunes.files import atomic
@@ -384,16 +375,11 @@ def test_what_is_linked_outside_is_read_if_asked_for_by_its_own_rules(tmp_path):
     assert reasons(corpus) == {"ignored": ignored, "links": links, "duplicates": copies}
 
 
-def test_a_link_that_is_named_is_what_it_leads_to(tmp_path):
-    put(tmp_path / "real", {"a.py": "a", "in/b.py": "b"})
-    (tmp_path / "folder").symlink_to("real")
-    (tmp_path / "file").symlink_to("real/a.py")
-    assert names(collect_corpus([tmp_path / "folder"])) == ["a.py", "in/b.py"]
-    assert names(collect_corpus([tmp_path / "file"])) == ["file"]
-
-
-def test_links_between_sources_and_hard_links_and_what_is_named_twice_are_read_once(tmp_path):
+def test_a_named_link_is_what_it_leads_to_and_what_is_linked_between_sources_or_named_twice_is_read_once(tmp_path):
     put(tmp_path, {"one/a.py": "a", "two/b.py": "b"})
+    for link, target in (("folder", "one"), ("file", "one/a.py")):
+        (tmp_path / link).symlink_to(target)
+    assert [names(collect_corpus([tmp_path / link])) for link in ("folder", "file")] == [["a.py"], ["file"]]
     named = collect_corpus([tmp_path / "one", tmp_path / "one" / "a.py"])
     assert (names(named), named.skipped) == (["a.py"], {"duplicates": ["a.py"]})
     (tmp_path / "one" / "to").symlink_to(tmp_path / "two" / "b.py")
@@ -519,20 +505,19 @@ def test_of_several_files_each_side_gets_one_and_a_single_file_is_for_learning(t
 # Documents
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"one\r\ntwo\rthree\n\r\n\n",
-        "\ufeffwith a mark\n".encode(),
-        b"no line end",
-        ("x" * 62 + "\n").encode() * (BLOCK // 63) + b"x" * (BLOCK % 63 - 1) + "é".encode() + b"rest\nand more",
-        ("y" * 60 + "\n").encode() * (BLOCK // 61) + b"y" * (BLOCK % 61 - 3) + "😀\n".encode() * 9,
-        "é".encode() * (3 * BLOCK) + b"\nshort\n" * BLOCK,
-        b"z" * (6 * BLOCK + 5),
-        "a\u2028b\x0cc\x85d\n".encode() * 100_000,
-    ],
-    ids=["line ends", "mark", "no end", "boundary 2", "boundary 4", "long line", "one line", "odd breaks"],
-)
+CONTENTS = {
+    "line ends": b"one\r\ntwo\rthree\n\r\n\n",
+    "mark": "\ufeffwith a mark\n".encode(),
+    "no end": b"no line end",
+    "boundary 2": b"%s\n" % (b"x" * 62) * (BLOCK // 63) + b"x" * (BLOCK % 63 - 1) + "érest\nand more".encode(),
+    "boundary 4": b"%s\n" % (b"y" * 60) * (BLOCK // 61) + b"y" * (BLOCK % 61 - 3) + "😀\n".encode() * 9,
+    "long line": "é".encode() * (3 * BLOCK) + b"\nshort\n" * BLOCK,
+    "one line": b"z" * (6 * BLOCK + 5),
+    "odd breaks": "a\u2028b\x0cc\x85d\n".encode() * 100_000,
+}
+
+
+@pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS)
 def test_blocks_are_the_text_of_the_file_and_end_at_line_ends(tmp_path, content):
     (tmp_path / "file.txt").write_bytes(content)
     document = one(tmp_path / "file.txt")
@@ -641,9 +626,8 @@ def test_a_shard_of_records_ends_each_text(tmp_path, monkeypatch):
 
 @pytest.fixture
 def documents(tmp_path):
-    texts = {
-        f"{i}.py": f"def task_{i}(value):\n    return value * {i}  # größer 漢字 <|endoftext|>\n" for i in range(6)
-    }
+    text = "def task_{0}(value):\n    return value * {0}  # größer 漢字 <|endoftext|>\n"
+    texts = {f"{i}.py": text.format(i) for i in range(6)}
     return collect_corpus([put(tmp_path / "source", texts)]).train
 
 

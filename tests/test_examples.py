@@ -13,9 +13,9 @@ from hashlib import blake2b
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
-from conftest import refuses
+from conftest import metaspace_tokenizer, refuses
 from dunes.data import (
     check_report,
     collect_corpus,
@@ -78,15 +78,7 @@ def llama3():
 @pytest.fixture(scope="module")
 def spaced():
     """Of the make of llama 2's: a space is set in front of each text."""
-    inner = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
-    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    inner.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
-    special, printed = ["<unk>", "<s>", "</s>"], [chr(i) for i in (10, *range(33, 127))]
-    trainer = trainers.BpeTrainer(vocab_size=180, special_tokens=special, initial_alphabet=printed)
-    inner.train_from_iterator([WORDS], trainer)
-    steps = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    inner.decoder = decoders.Sequence(steps)
-    return read_config(inner, ("<s>", "</s>"))
+    return metaspace_tokenizer()
 
 
 def read_config(inner, special):
@@ -142,12 +134,14 @@ FORMS = {
     "completion": {"prompt": "Hi", "completion": "Ho"},
     "sharegpt": {"id": 7, "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]},
     "ultrachat": {"id": "0", "data": ["Hi", "Ho"]},
+    "dolly": {"instruction": "Hi", "context": "", "response": "Ho", "category": "open_qa"},
+    "qa": {"question": "Hi", "answer": "Ho"},
     "text": {"text": "Hi"},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("write", ["list", "lines", "blank lines", "gzip"])
-@pytest.mark.parametrize("kind", RECORD_FORMATS)
+@pytest.mark.parametrize("kind", FORMS)
 def test_each_kind_is_found_by_looking(kind, write, tmp_path):
     row = FORMS[kind]
     content = {
@@ -182,6 +176,28 @@ def test_other_spellings_are_read_as_what_they_say(tmp_path):
     assert list(row.turns) == [WANTED[0], Turn("assistant", "")]
     (row,) = read_records(put(tmp_path, lines({"conversations": FORMS["messages"]["messages"]}))).rows
     assert list(row.turns) == WANTED
+
+
+def message(place: str, text: str, rank: int | None = None, **more):
+    """A message of OASST's; its place is the name of its parent, which may be empty, and its own name."""
+    role = "prompter" if len(place) % 2 else "assistant"
+    return {"message_id": place, "parent_id": place[:-1] or None, "text": text, "role": role, "rank": rank} | more
+
+
+def test_of_a_message_tree_the_best_ranked_answers_are_read(tmp_path):
+    first = [message("a", "Hi"), message("ab", "He", 1), message("ac", "Ho", 0), message("abd", "So?", 0)]
+    second = [message("e", "A"), message("ef", "B"), message("eg", "C"), message("efh", "D", 0), message("i", "E")]
+    shuffled = [second[3], *first, *second[:3], second[4], message("efhk", "F", lang="de")]
+    path = put(tmp_path, lines(*shuffled))
+    found = read_records(path)
+    wanted = [WANTED, [Turn(r, t) for r, t in zip(("user", "assistant") * 2, "ABDF", strict=True)]]
+    assert (found.format, [list(record.turns) for record in found.rows]) == ("oasst", wanted)
+    assert [record.place.rpartition(", ")[2] for record in found.rows] == ["line 2", "line 6"]
+    assert [text for _, text in examples.record_texts(path)] == ["Hi\n\nHo", "A\n\nB\n\nD\n\nF"]
+    for bad in ({"rank": "x"}, {"parent_id": "z"}, {"message_id": 7}, {"role": "judge"}):
+        refuses("line [12]", read_records, put(tmp_path, lines(first[0], first[2] | bad)))
+    refuses("data.json", lambda: [*examples.record_texts(put(tmp_path, lines(first[0])))])
+    assert found.ignored == ("lang",)
 
 
 def said(*messages):
@@ -252,7 +268,7 @@ BAD = {  # each with one defect
     "too deep": b"[" * 200_000,
     "a broken gzip": gzip.compress(b'{"text": "a"}' * 99)[:-9],
     "no object": lines(FORMS["text"], 7),
-    "unknown keys": lines({"question": "a", "answer": "b"}),
+    "unknown keys": lines({"question": "a", "reply": "b"}),
     "wrong type": lines({"instruction": "a", "output": 3}),
     "empty text": lines({"text": ""}),
     "half a character": '{"text": "a\\ud800"}',
@@ -665,6 +681,9 @@ def test_parquet_is_read_like_lines(tmp_path, monkeypatch):
     found = read_records(wide, ["body"])
     assert [r.turns[0].text for r in found.rows] == ["a", "c"]
     refuses(str(wide), read_records, wide, ["text"])
+    polars.DataFrame({"text": []}).write_parquet(tmp_path / "empty.parquet")
+    for read in (read_dataset, lambda path: collect_corpus([path])):
+        refuses(r"empty\.parquet", read, tmp_path / "empty.parquet")
     for value in (1, b"a", ["a"], {"a": "b"}):
         polars.DataFrame({"text": [None, None, value]}).write_parquet(tmp_path / "typed", row_group_size=1)
         refuses("typed, row 3", read_records, tmp_path / "typed", ["text"])
@@ -674,15 +693,15 @@ def test_parquet_is_read_like_lines(tmp_path, monkeypatch):
     refuses("pip install", read_records, wide)
 
 
-RENAMED = {"prompt": "question", "completion": "answer", "system": "rules"}
-FIELDS = ("prompt=question,completion=answer", "system=rules")
+RENAMED = {"prompt": "question", "completion": "reply", "system": "rules"}
+FIELDS = ("prompt=question,completion=reply", "system=rules")
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "jsonl.gz", "parquet", "csv", "tsv"])
 def test_fields_are_renamed_in_files_of_all_forms(suffix, tmp_path):
     polars = pytest.importorskip("polars")
     texts = [(f'Is {i},\n"so"?', f"{i}\tyes") for i in range(3)]
-    asked = [{"question": q, "answer": a, "rules": "Be brief.", "prompt": "p"} for q, a in texts]
+    asked = [{"question": q, "reply": a, "rules": "Be brief.", "prompt": "p"} for q, a in texts]
     path, table = tmp_path / f"data.{suffix}", polars.DataFrame(asked)
     if suffix == "parquet":
         table.write_parquet(path)
@@ -701,8 +720,8 @@ def test_fields_are_renamed_in_files_of_all_forms(suffix, tmp_path):
     assert sorted(texts) == ["\n\n".join(turn.text for turn in turns) for turns in wanted]
     refuses("^.*data.*--fields", read_dataset, path)
     for names in (
-        {"system": "reply", "output": "answer", "instruction": "question"},
-        {"completion": "reply", "prompt": "question"},
+        {"system": "other", "output": "reply", "instruction": "question"},
+        {"completion": "other", "prompt": "question"},
         {"reply": "a"},
         {"output": "a", "completion": "b"},
     ):

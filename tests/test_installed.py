@@ -25,51 +25,35 @@ def code(lines: int = 12) -> str:
 
 
 SITE = {
-    "fast/__init__.py": None,
-    "fast/routing.py": None,
-    "fast/tests/test_routing.py": None,
-    "fast/_vendor/other.py": None,
+    **dict.fromkeys(
+        ["fast/__init__.py", "fast/routing.py", "fast/tests/test_routing.py", "fast/_vendor/other.py"]
+    ),
+    **dict.fromkeys(["fast/schema_pb2.py", "fast/stub.pyi", "one.py", "plain/x.py"]),
     "fast/_vendor/LICENSE": "MIT",
-    "fast/schema_pb2.py": None,
-    "fast/stub.pyi": None,
     "fast/data.json": "{}",
     "fast-1.2.dist-info/METADATA": "Metadata-Version: 2.4\nName: fast\nVersion: 1.2\nLicense-Expression: MIT\n",
     "fast-1.2.dist-info/RECORD": "fast/__init__.py,,\nfast/routing.py,,\n",
-    "one.py": None,
     "one-3.dist-info/METADATA": "Metadata-Version: 2.1\nName: one\nVersion: 3\nLicense: A\n B\n"
     "Classifier: License :: OSI Approved :: BSD License\n",
     "one-3.dist-info/RECORD": "one.py,,\n",
-    "plain/x.py": None,
 }
 NODE = {
-    "left/index.js": None,
-    "left/index.min.js": None,
-    "left/index.test.js": None,
-    "left/types.d.ts": None,
+    **dict.fromkeys(["left/index.js", "left/index.min.js", "left/index.test.js", "left/types.d.ts"]),
+    **dict.fromkeys(["left/node_modules/inner/index.js", "@scope/right/src/a.ts", "broken/index.js"]),
     "left/package.json": json.dumps({"name": "left", "version": "2.0.0", "license": "ISC"}),
-    "left/node_modules/inner/index.js": None,
-    "@scope/right/src/a.ts": None,
     "@scope/right/package.json": json.dumps({"name": "@scope/right", "version": "1.0.0"}),
-    "broken/index.js": None,
     "broken/package.json": "[",
     ".pnpm/up@1.0.0/node_modules/up/index.js": None,
-    ".pnpm/up@1.0.0/node_modules/up/package.json": json.dumps(
-        {"name": "up", "version": "1.0.0", "license": "MIT"}
-    ),
+    ".pnpm/up@1.0.0/node_modules/up/package.json": '{"name": "up", "version": "1.0.0", "license": "MIT"}',
 }
+GIN = "example.com/!gin/gin@v1.10.0"
 GO = {
-    "example.com/!gin/gin@v1.9.1/gin.go": None,
-    "example.com/!gin/gin@v1.10.0/gin.go": None,
-    "example.com/!gin/gin@v1.10.0/gin_test.go": None,
-    "example.com/!gin/gin@v1.10.0/LICENSE": "\nThe MIT License (MIT)\n\nCopyright\n",
+    **dict.fromkeys(["example.com/!gin/gin@v1.9.1/gin.go", f"{GIN}/gin.go", f"{GIN}/gin_test.go"]),
+    f"{GIN}/LICENSE": "\nThe MIT License (MIT)\n\nCopyright\n",
     "cache/download/example.com/list": "text",
 }
-RUST = {
-    "index-1/serde-1.0.9/src/lib.rs": None,
-    "index-1/serde-1.0.10/src/lib.rs": None,
-    "index-1/serde-1.0.10/tests/all.rs": None,
-    "index-1/serde-1.0.10/LICENSE-MIT": "Permission is granted\n",
-}
+RUST = dict.fromkeys(f"index-1/serde-1.0.{name}" for name in ("9/src/lib.rs", "10/src/lib.rs", "10/tests/all.rs"))
+RUST["index-1/serde-1.0.10/LICENSE-MIT"] = "Permission is granted\n"
 FOUND = {
     "python": ["fast/__init__.py", "fast/routing.py", "one.py", "plain/x.py"],
     "javascript": ["@scope/right/src/a.ts", "broken/index.js", "left/index.js", "up/index.js"],
@@ -131,9 +115,8 @@ def test_a_language_without_packages_is_refused_with_the_places(machine, monkeyp
 def test_near_duplicates_of_installed_code_go_and_those_of_a_project_stay(machine):
     text = (machine / "lib/site-packages/fast/routing.py").read_text()
     put(machine / "lib/site-packages", {"again/routing.py": text + "# more\n", "same/routing.py": text})
-    put(
-        machine / "project", {"a.py": code(), "src/routing.py": text + "# ours\n", "src/copy.py": text + "# own\n"}
-    )
+    copies = {"src/routing.py": text + "# ours\n", "src/copy.py": text + "# own\n"}
+    put(machine / "project", {"a.py": code()} | copies)
     corpus = collect_corpus(["installed:python"])
     assert names(corpus) == FOUND["python"]
     assert corpus.duplicates == {}
@@ -144,12 +127,10 @@ def test_near_duplicates_of_installed_code_go_and_those_of_a_project_stay(machin
 
 
 def test_packages_contribute_equally_up_to_a_cap():
-    files = [("/r/large", f"large/{i}.py", 10) for i in range(100)]
-    files += [("/r/small", f"small/{i}.py", 10) for i in range(3)] + [
-        ("/r/next", f"next/{i}.py", 10) for i in range(50)
-    ]
+    sizes = {"large": 100, "small": 3, "next": 50}
+    files = [(f"/r/{package}", f"{package}/{i}.py", 10) for package, size in sizes.items() for i in range(size)]
     chosen = select_files(files, 430)
-    counts = {package: sum(p == f"/r/{package}" for p, _ in chosen) for package in ("large", "small", "next")}
+    counts = {package: sum(p == f"/r/{package}" for p, _ in chosen) for package in sizes}
     assert counts == {"large": 20, "small": 3, "next": 20}
     assert select_files(files[::-1], 430) == chosen
     assert select_files(files, 0) == set()
@@ -167,9 +148,8 @@ def test_what_a_package_states_may_be_anything(tmp_path):
 
 
 def test_the_name_is_no_path_and_a_folder_of_that_name_is_one(machine):
-    assert [*map(is_path, ("installed", "installed:go", "stdlib", "./installed", "installed_x", "stdlib:go"))] == [
-        *(False, False, False, True, True, True)
-    ]
+    assert not any(map(is_path, ("installed", "installed:go", "stdlib", "hf:org/name")))
+    assert all(map(is_path, ("./installed", "installed_x", "stdlib:go", "./hf:x", "hf")))
     put(Path("installed"), {"mine.py": code()})
     assert names(collect_corpus(["./installed"])) == ["mine.py"]
     assert "mine.py" not in names(collect_corpus(["installed"]))

@@ -8,17 +8,7 @@ from torch import nn
 from adapters import IDS, build, difference, trained
 from conftest import equal_states, refuses
 from dunes import checkpoint, tree
-from dunes.augment import (
-    Adapted,
-    adapter_active,
-    attach,
-    base_model,
-    detach,
-    lora,
-    merge,
-    quantize,
-    set_adapter,
-)
+from dunes.augment import Adapted, adapter_active, attach, base_model, detach, lora, merge, quantize, set_adapter
 from dunes.augment.adapted import LoraConfig, dense
 from dunes.augment.changes import decide_change, repeat_structure
 from dunes.augment.lora import DoRA

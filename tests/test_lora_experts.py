@@ -11,15 +11,7 @@ from torch import nn
 from adapters import IDS, build, difference, trained
 from conftest import equal_states, refuses
 from dunes import checkpoint, tree
-from dunes.augment import (
-    Adapted,
-    adapter_active,
-    apply_change,
-    attach,
-    merge,
-    row_adapters,
-    set_adapter,
-)
+from dunes.augment import Adapted, adapter_active, apply_change, attach, merge, row_adapters, set_adapter
 from dunes.augment.adapted import Adapter, LoraConfig
 from dunes.augment.lora_experts import ExpertAdapter
 from dunes.checkpoint.export import export
@@ -275,10 +267,7 @@ def test_rows_of_a_batch_have_adapters_of_their_own_unless_these_are_mlps():
             with adapter_active(model, name):
                 expected.append(model(IDS[row : row + 1]))
         if router == "mlp":
-            with (
-                pytest.raises(ValueError, match="adapters in experts, as MLPs"),
-                row_adapters(model, ["b", "a"]),
-            ):
+            with pytest.raises(ValueError, match="adapters in experts, as MLPs"), row_adapters(model, ["b", "a"]):
                 pass
         else:
             with row_adapters(model, ["b", "a"]):

@@ -41,18 +41,12 @@ def test_digits_of_files(tmp_path, gz):
     assert len(digits[:2]) == 2
 
 
-@pytest.mark.parametrize(
-    ("images", "labels"),
-    [
-        (idx(3, 28, 28)[:-1], None),
-        (idx(3, 28, 28) + b"x", None),
-        (idx(3, 28, 28)[:7], None),
-        (idx(3, 28, 28, kind=13), None),
-        (idx(3, 28, 27), None),
-        (None, idx(3, content=b"\x01\x0a\x02")),
-        (None, idx(2)),
-    ],
-)
+WHOLE = idx(3, 28, 28)
+BAD_IMAGES = (WHOLE[:-1], WHOLE + b"x", WHOLE[:7], idx(3, 28, 28, kind=13), idx(3, 28, 27))
+BAD = [*((bad, None) for bad in BAD_IMAGES), (None, idx(3, content=b"\x01\x0a\x02")), (None, idx(2))]
+
+
+@pytest.mark.parametrize(("images", "labels"), BAD)
 def test_a_bad_file_is_one_line(tmp_path, images, labels):
     write(tmp_path, images, labels)
     refuses(str(tmp_path / "train-"), read_digits, tmp_path)

@@ -302,19 +302,13 @@ REFUSED = {
     **{f"{key} {mark}": STRINGS | {key: GOOD | mark} for key in ("chosen", "rejected") for mark in MARKS[:4:3]},
     "its beginning after a prompt": {"prompt": "Hi", "chosen": [GOOD], "rejected": [GOOD, USER, BAD]},
     "equal but for a mark": {"prompt": "Hi", "chosen": GOOD, "rejected": GOOD | {"weight": 0}},
-    "equal": STRINGS | {"rejected": "b"},
     "no prompt": {"chosen": "b", "rejected": "c"},
     "transcripts": STRINGS | {"chosen": "\n\nHuman: a\n\nAssistant: b"},
     "two prompts": STRINGS | {"instruction": "Ho"},
     "a history of messages": STRINGS | {"prompt": [USER], "history": [["a", "b"]]},
-    "an input and conversations": {
-        "instruction": "Hi",
-        "input": "x",
-        "chosen": [USER, GOOD],
-        "rejected": [USER, BAD],
-    },
+    "an input and conversations": FORMS["implicit"] | {"instruction": "Hi", "input": "x"},
     "other prompts": {"chosen": [USER, GOOD], "rejected": [USER | {"content": "Ho"}, BAD]},
-    "another prompt": {"prompt": "x", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    "another prompt": FORMS["implicit"] | {"prompt": "x"},
     "a question at the end": STRINGS | {"chosen": [GOOD, USER]},
     "one conversation": STRINGS | {"chosen": [USER, GOOD]},
     "its beginning": {"chosen": [USER, GOOD, USER, GOOD], "rejected": [USER, GOOD]},
@@ -366,7 +360,10 @@ def test_pairs_are_split_by_their_prompts(tmp_path):
     assert count_leaked(records[::3], records[1:4]) == 3
 
 
-def test_pairs_that_are_equal_within_the_context_are_skipped():
+def test_pairs_that_are_equal_within_the_context_are_skipped(tmp_path):
+    equal = STRINGS | {"rejected": "b"}, {"chosen": [USER, GOOD], "rejected": [USER, GOOD]}
+    read = read_records(written(tmp_path / "rows.jsonl", equal)).rows
+    assert [row.turns == row.rejected and len(row.turns) for row in read] == [2, 2]
     same = pair(0, 5, 4, 7)
     same = replace(same, rejected=Example(same.ids, same.loss_mask))
     long = Example(np.append(PAIRS[0].ids, np.int32(3)), np.append(PAIRS[0].loss_mask, True))
@@ -607,7 +604,8 @@ def test_pairs_of_calls_and_of_reasoning_differ_by_these(tmp_path):
             for side in (record.turns, record.rejected)] == ["Rome", "Oslo"]  # fmt: skip
     assert records.ignored == ("mood (of messages)",)
     path.write_text(json.dumps(row | {"rejected": [answer("Rome")]}))
-    refuses("line 1: chosen and rejected are equal", read_records, path)
+    (record,) = read_records(path).rows
+    assert record.turns == record.rejected
     thoughtful = [GOOD | {"reasoning_content": text} for text in ("a", "b")]
     path.write_text(json.dumps({"prompt": [USER], "chosen": thoughtful[:1], "rejected": thoughtful[1]}))
     assert read_records(path).rows[0].rejected[-1].fields == {"reasoning_content": "b"}

@@ -168,10 +168,7 @@ def test_padding_changes_no_state(kind):
         assert (y[its] - row).abs().max() <= LIMIT
 
 
-DOCUMENTS = {
-    "short": [1, 2, 1, 1, 3, CHUNK, 2, 1],
-    "padded": [-1, -1, 20, -1, 3, 1, -1, -1, 30, -1],
-}
+DOCUMENTS = {"short": [1, 2, 1, 1, 3, CHUNK, 2, 1], "padded": [-1, -1, 20, -1, 3, 1, -1, -1, 30, -1]}
 
 
 @pytest.mark.parametrize("documents", DOCUMENTS)

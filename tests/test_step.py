@@ -854,10 +854,7 @@ class Mixing(nn.Module):
 
 @pytest.mark.parametrize(
     ("part", "message"),
-    [
-        pytest.param(Branching(), "cannot export this model", marks=pytest.mark.slow),
-        (Mixing(), "may mix tokens"),
-    ],
+    [pytest.param(Branching(), "cannot export this model", marks=pytest.mark.slow), (Mixing(), "may mix tokens")],
 )
 def test_a_model_that_cannot_be_exported_says_why(part, message, tmp_path, home):
     model = model_of(depth=1)

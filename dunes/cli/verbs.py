@@ -274,7 +274,7 @@ def evaluate(
     Example: dunes eval runs/project --tasks hellaswag,lambada_openai
 
     Args:
-        sources: Files and folders to evaluate on.
+        sources: Files and folders to evaluate on, or hf:ORG/NAME[/CONFIG][:SPLIT][@REVISION], data of the Hub.
         text_field: Fields of each record to evaluate on; several are joined by a blank line.
         fields: Pairs of a field's name in finetune's formats and its name in the records, like prompt=question.
         follow_links: Follow symbolic links that lead outside the sources.

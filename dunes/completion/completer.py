@@ -28,6 +28,7 @@ from dunes.data import Document, header_name
 from dunes.data.document import NamedText, document_texts
 from dunes.data.duplicates import content_digest
 from dunes.data.files import source_roots
+from dunes.flags import HUB
 from dunes.generate.context_index import ContextIndex
 from dunes.generate.copying import TextSource, longest_match
 from dunes.generate.decode_packages import FindStep, step_source
@@ -178,7 +179,8 @@ def training_sources(folder: Path, of_anyone: bool = False) -> tuple[Sequence[st
         trained = trained_text(read_card(folder) or {"trained": read_sources(folder)})
         if trained and not of_anyone:
             require_own_sources(trained)
-        return tuple(trained.get("sources", ())), bool(trained.get("follow_links"))
+        sources = trained.get("sources", ())  # data sets have no files to edit, and may need the network
+        return tuple(s for s in sources if not s.startswith(HUB)), bool(trained.get("follow_links"))
     return (), False
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 from itertools import chain, cycle, groupby, takewhile
+from math import inf
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,12 +38,12 @@ T = TypeVar("T")
 
 ROLES = {
     "system": "system", "developer": "developer",
-    "user": "user", "human": "user",
+    "user": "user", "human": "user", "prompter": "user",
     "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
     "function_call": "assistant", "tool_call": "assistant",
     "tool": "tool", "function": "tool", "observation": "tool", "tool_response": "tool",
 }  # fmt: skip
-"""Maps each role of OpenAI's and ShareGPT's formats to the role of a `Turn`."""
+"""Maps each role of OpenAI's, ShareGPT's and OASST's formats to the role of a `Turn`."""
 
 CALL_ROLES = ("function_call", "tool_call")
 """ShareGPT's roles for tool calls; the text of such a message is one tool call or a list of them, in JSON."""
@@ -54,6 +55,11 @@ RESULT_KEYS = ("name", "tool_call_id")
 
 SYSTEM_KEYS = ("system", "system_prompt", "system_message")
 """Keys under which a row may have a system prompt beside its conversation or task."""
+
+ALPACA, DOLLY = ("instruction", "input", "output"), ("instruction", "context", "response")
+PAIR, QUESTION = ("prompt", "completion"), ("question", "answer")
+TREE = ("message_id", "parent_id", "text", "role", "rank")
+"""Keys of rows: of Alpaca, of Dolly, of prompts and completions, of GSM8K, and of OASST's messages."""
 
 VARIABLES = "chat_template_kwargs"
 """Key of a row's additional variables for the chat template."""
@@ -136,6 +142,7 @@ class RecordFormat:
     """A record format: description, keys that identify it, the function that reads a row, and optional keys.
 
     A row with a value under a key in `refused` raises ValueError, since the format does not read this value.
+    `gather` makes the rows that `read` reads from the rows of a file; both are pairs (place, row).
     """
 
     description: str
@@ -143,6 +150,7 @@ class RecordFormat:
     read: Callable[[dict[str, Any]], Conversation]
     options: tuple[str, ...] = ()
     refused: tuple[str, ...] = ("history",)
+    gather: Callable[[Iterable[tuple[str, Any]]], Iterable[tuple[str, Any]]] = iter
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -204,7 +212,7 @@ def read_records(path: Path | str, fields: Sequence[str] = (), names: Mapping[st
         raise ValueError(f"{path}: {NO_RECORDS}")
     first_place, first = all_rows[0]
     name = _at(first_place, _known_format, first, names, f"{NAME_FIELD}, or map the names with --fields")
-    records = [_at(place, _record, name, row, place) for place, row in all_rows]
+    records = [_at(place, _record, name, row, place) for place, row in RECORD_FORMATS[name].gather(all_rows)]
     ignored = dict.fromkeys(key for _, row in all_rows for key in _ignored_fields(name, row))
     return Records(path, name, file_format(path), records, ignored=(*ignored,))
 
@@ -221,7 +229,8 @@ def record_texts(
     if (first := next(remaining, None)) is None:
         raise ValueError(f"{path}: {NO_RECORDS}")
     _, read_text = _at(first[0], text_reader, first[1], fields, names or ())
-    for place, row in chain([first], remaining):
+    gather = iter if fields else RECORD_FORMATS[_known_format(first[1], names or ())].gather
+    for place, row in gather(chain([first], remaining)):
         text = _at(place, read_text, row)
         has_text = has_text or bool(text)
         yield place, text
@@ -457,13 +466,35 @@ def _type(value: Any) -> str:
     return TYPES.get(type(value), type(value).__name__)
 
 
-def _alpaca(row: dict[str, Any]) -> Conversation:
-    task = Turn("user", _text(row, "instruction"), _text(row, "input", ""))
-    return *_history(row), task, Turn("assistant", _text(row, "output"))
+def _task(keys: Sequence[str], row: dict[str, Any]) -> Conversation:
+    """A task and its answer. `keys` are those of the task, of its input if it may have one, and of the answer."""
+    task, *inputs, answer = keys
+    turn = Turn("user", _text(row, task), "".join(_text(row, key, "") for key in inputs))
+    return *_history(row), turn, Turn("assistant", _text(row, answer))
 
 
-def _pair(row: dict[str, Any]) -> Conversation:
-    return *_history(row), Turn("user", _text(row, "prompt")), Turn("assistant", _text(row, "completion"))
+def _gather_threads(rows: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield a row with `messages` for each of OASST's message trees with an answer, and the place of its root.
+
+    From the root, the conversation goes on with the reply of the lowest rank, up to the last answer, as in QLoRA
+    (https://arxiv.org/abs/2305.14314, appendix B). Replies without a rank come last.
+    Raises ValueError for a reply to a message that is not in the file.
+    """
+    known, replies = set[str](), dict[str, list[tuple[float, int, str, dict[str, Any]]]]()
+    for number, (place, row) in enumerate(rows):
+        known.add(_at(place, _text, _at(place, _typed, row, dict), "message_id"))
+        rank = inf if row.get("rank") is None else _at(place, float, str(row["rank"]))
+        replies.setdefault(_at(place, _text, row, "parent_id", ""), []).append((rank, number, place, row))
+    if lost := replies.keys() - known - {""}:
+        place = replies[min(lost)][0][2]
+        raise ValueError(f"{place}: parent_id: no message {min(lost)!r}; add it, or leave its replies out")
+    for _, _, place, root in replies.pop("", ()):
+        thread = [root]
+        while below := replies.pop(thread[-1]["message_id"], None):  # a message has one place, so this ends
+            thread.append(min(below)[3])
+        turns = [{"role": row.get("role"), "content": row.get("text")} for row in thread]
+        if turns := turns[: len(turns) - (turns[-1]["role"] != "assistant")]:
+            yield place, {**root, "messages": turns}
 
 
 def _preference(row: dict[str, Any]) -> tuple[Conversation, Conversation]:
@@ -474,9 +505,7 @@ def _preference(row: dict[str, Any]) -> tuple[Conversation, Conversation]:
     the common beginning, ValueError is raised. Answers inside the prompt are not trained on.
     """
     prompt, chosen, rejected = _prompt(row), _answer(row, "chosen"), _answer(row, "rejected")
-    size = _shared(chosen, rejected)
-    if size == len(chosen) == len(rejected):
-        raise ValueError("chosen and rejected are equal; leave the row out")
+    size = min(_shared(chosen, rejected), max(len(chosen), len(rejected)) - 1)  # equal pairs are skipped later
     if not any(answer[:1] and answer[0].role == "assistant" for answer in (chosen, rejected)):
         if bad := {turn.full_text.strip() for turn in prompt} - {turn.full_text.strip() for turn in chosen[:size]}:
             raise ValueError(f"chosen and rejected do not begin with the prompt {min(bad)[:40]!r}")
@@ -626,13 +655,14 @@ RECORD_FORMATS = {
         "ShareGPT (conversations)", ("conversations",), partial(_listed, key="conversations")
     ),
     "alpaca": RecordFormat(
-        "Alpaca (instruction, input, output)", ("instruction", "output"), _alpaca, ("input", "history"), ()
+        "Alpaca (instruction, input, output)", ALPACA[::2], partial(_task, ALPACA), ("input", "history"), ()
     ),
-    "completion": RecordFormat(
-        "prompts and completions", ("prompt", "completion"), _pair, ("history",), ("suffix",)
-    ),
+    "dolly": RecordFormat("Dolly (instruction, context, response)", DOLLY, partial(_task, DOLLY)),
+    "completion": RecordFormat("prompts and completions", PAIR, partial(_task, PAIR), ("history",), ("suffix",)),
     "ultrachat": RecordFormat("UltraChat (data)", ("data",), _ultrachat),
+    "oasst": RecordFormat("message trees", TREE, partial(_listed, key="messages"), gather=_gather_threads),
     "text": RecordFormat("plain text", ("text",), _plain_text),
+    "qa": RecordFormat("questions and answers", QUESTION, partial(_task, QUESTION)),
 }
 """Formats of records, in the order in which they are tried."""
 

@@ -19,8 +19,9 @@ from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
+from dunes.data.hub_tables import fetch
 from dunes.data.installed import installed_roots, package_folder, select_files
-from dunes.flags import STDLIB, is_path
+from dunes.flags import HUB, INSTALLED, STDLIB, is_path
 
 NEVER = {".git", ".hg", ".svn", "__pycache__"}
 DEPENDENCIES = {"node_modules", ".venv", "site-packages"}
@@ -99,7 +100,8 @@ class Walk:
     """The files of sources, sorted by name. `skipped` maps each reason to the names of skipped files.
 
     `folders` maps each folder that was read to its modification time (ns). The source `stdlib` is the standard
-    library of the running Python, and `installed` the code of installed packages. A link that is itself a source
+    library of the running Python, `installed` the code of installed packages, and `hf:ORG/NAME` a data set of the
+    Hub, whose files count as named. A link that is itself a source
     is always followed. With `follow_links`, other links are followed if their targets are outside the sources.
     Raises ValueError for a missing source.
     """
@@ -121,7 +123,7 @@ class Walk:
                 else [SourceFile(path, path.name, True)]
                 for path, rules in roots.items()
             )
-            yield from files if is_path(source) or str(source) == STDLIB else self._select_installed(files)
+            yield from self._select_installed(files) if str(source).partition(":")[0] == INSTALLED else files
 
     def _select_installed(self, files: Iterable[SourceFile]) -> Iterator[SourceFile]:
         """The installed files to read, each with its package."""
@@ -264,8 +266,10 @@ def skipped_line(skipped: Mapping[str, Sequence[str]]) -> str:
 
 
 def source_roots(source: str | Path) -> dict[Path, Rules]:
-    """A source's file or folders; for `stdlib` and `installed`, with rules that select their files. Raises
-    ValueError for a missing source."""
+    """A source's files or folders; for `stdlib` and `installed`, with rules that select their files. A data set of
+    the Hub is downloaded if the cache lacks it. Raises ValueError for a missing source."""
+    if str(source).startswith(HUB):
+        return {path: [] for path in fetch(str(source))[1]}
     if not is_path(source):
         stdlib = {Path(sysconfig.get_paths()["stdlib"]).resolve(): STDLIB_TESTS}
         roots = stdlib if str(source) == STDLIB else installed_roots(str(source))

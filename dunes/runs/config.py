@@ -4,14 +4,14 @@ This module does not import torch.
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 import tyro
 
-from dunes.flags import Device, Dtype, flag, is_path, option
+from dunes.flags import HUB, Device, Dtype, flag, is_path, option
 from dunes.units import plural
 
 RECORDED = ("float32_products", "matmul", "rate")
@@ -104,6 +104,8 @@ class RunConfig(Optimization, Hardware):
     the data's order."""
     PATHS: ClassVar[tuple[str, ...]] = ()
     """Fields whose values are paths."""
+    DATA: ClassVar[tuple[str, ...]] = ()
+    """Fields whose values may name data sets of the Hub."""
     VERB: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
@@ -148,7 +150,14 @@ class RunConfig(Optimization, Hardware):
 
         `asked` are the options set by the user. Raises ValueError if these options contradict each other.
         """
-        return replace(self, **{name: _absolute(getattr(self, name)) for name in self.PATHS})
+        return self.mapped(self.PATHS, _absolute)
+
+    def mapped(self: T, names: Sequence[str], change: Callable[[str], str]) -> T:
+        """The config with `change` applied to fields that are text, or tuples of text."""
+        values: dict[str, Any] = {name: getattr(self, name) for name in names}
+        for name, value in values.items():
+            values[name] = tuple(map(change, value)) if isinstance(value, tuple) else change(value)
+        return replace(self, **values)
 
     def changed(self) -> set[str]:
         """Names of fields that differ from their defaults."""
@@ -156,12 +165,12 @@ class RunConfig(Optimization, Hardware):
 
     def differences(self, earlier: "RunConfig", asked: Collection[str] | None = None) -> dict[str, str]:
         """Descriptions of the fields that differ from an earlier config, by name; with `asked`, only these fields
-        are compared."""
+        are compared. A data set of the Hub without a revision is the one of the earlier config."""
         values = {f.name: (getattr(earlier, f.name), getattr(self, f.name)) for f in fields(self)}
         return {
             name: f"{name} was {_describe(was)}, now {_describe(now)}"
             for name, (was, now) in values.items()
-            if was != now and name not in RECORDED and (asked is None or name in asked)
+            if not _is_same(was, now) and name not in RECORDED and (asked is None or name in asked)
         }
 
     @classmethod
@@ -179,13 +188,17 @@ def _choices(annotation: Any) -> tuple[str, ...]:
     return parts if get_origin(annotation) is Literal else tuple(c for part in parts for c in _choices(part))
 
 
+def _is_same(was: Any, now: Any) -> bool:
+    if isinstance(was, tuple) and isinstance(now, tuple):
+        return len(was) == len(now) and all(map(_is_same, was, now))
+    return bool(was == now) or (str(now).startswith(HUB) and str(was).startswith(f"{now}@"))
+
+
 def _describe(value: Any) -> str:
     return (", ".join(map(repr, value)) or "not set") if isinstance(value, tuple) else repr(value)
 
 
-def _absolute(name: Any) -> Any:
+def _absolute(name: str) -> str:
     """The absolute path of an existing file or folder; any other name, such as a Hub name, stays unchanged."""
-    if isinstance(name, tuple):
-        return (*map(_absolute, name),)
     path = Path(name).expanduser()
     return str(path.absolute()) if name and is_path(name) and path.exists() else name

@@ -60,9 +60,10 @@ METHODS: dict[str, MethodSpec] = {
 class ExampleData:
     model: Annotated[str, tyro.conf.Positional, flag("MODEL", REQUIRED)] = ""
     """Model folder, or a model name on the Hub."""
-    data: Annotated[str, flag("FILE|FOLDER", REQUIRED)] = ""
-    """JSON, JSON Lines or Parquet (Alpaca, messages, ShareGPT, UltraChat, prompt and completion, text;
-    preferences: chosen and rejected), plain text, or a folder of such files."""
+    data: Annotated[str, flag("FILE|FOLDER|hf:NAME", REQUIRED)] = ""
+    """JSON, JSON Lines or Parquet (Alpaca, Dolly, question and answer, messages, ShareGPT, UltraChat, OASST's
+    message trees, prompt and completion, text; preferences: chosen and rejected), plain text, a folder of such
+    files, or hf:ORG/NAME[/CONFIG][:SPLIT][@REVISION], a data set of the Hub."""
     text_field: Annotated[tuple[str, ...], flag("FIELD", "detected")] = ()
     """Fields of each record to train on as plain text; several are joined by a blank line."""
     fields: Annotated[tuple[str, ...], flag("OURS=THEIRS,...", "named as in the formats of --data")] = ()
@@ -146,6 +147,7 @@ class FinetuneConfig(ExampleData, Adapter, Preference, FinetuneOptimization, Run
 
     AUTO = (*RunConfig.AUTO, "minutes")
     PATHS = ("model", "data", "val_data", "forgetting_data")
+    DATA = ("data", "val_data", "forgetting_data")
     # Paths may change, since a resumed run compares the contents of base and examples.
     OVERRIDABLE = PATHS
     VERB = "finetune"

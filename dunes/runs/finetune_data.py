@@ -45,7 +45,7 @@ MAX_CONTEXT = 2048
 MIN_CONTEXT = 128
 """Minimum default context length."""
 
-DEFAULT_TEMPLATES = {"alpaca": "alpaca", "completion": "plain", "text": "plain"}
+DEFAULT_TEMPLATES = {"alpaca": "alpaca", "dolly": "alpaca", "qa": "alpaca", "completion": "plain", "text": "plain"}
 """Default template by format. For conversations, the default is chatml if the tokenizer has the special tokens of
 chatml, else mistral."""
 
@@ -163,8 +163,8 @@ def check_formats(config: FinetuneConfig, files: Sequence[Records]) -> None:
 
 
 def _single_tasks(records: Records) -> bool:
-    """True if all records are Alpaca records without system prompt or history, as Alpaca's template requires."""
-    return records.format == "alpaca" and all(len(row.turns) == 2 for row in records.rows)
+    """True if all records are tasks without system prompt or history, as Alpaca's template requires."""
+    return DEFAULT_TEMPLATES.get(records.format) == "alpaca" and all(len(row.turns) == 2 for row in records.rows)
 
 
 def choose_template(

@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from dunes import __version__, checkpoint, measure
+from dunes.data.hub_tables import pin
 from dunes.data.sources import SPLIT_VERSION
 from dunes.evaluate.text_loss import Score
 from dunes.files.json_file import append_text
@@ -104,6 +105,7 @@ def begin_run(config: T, start: Start) -> T | None:
         display.line(f"the run in {folder}: {earlier.about}; {progress}{continuation}")
         if config.missing:
             return None
+    config = ranks.broadcast(config.mapped(config.DATA, pin))
     if config.batch:
         ranks.rows(config.batch)
     ranks.agree({"dunes": __version__, "torch": torch.__version__, **asdict(config)})

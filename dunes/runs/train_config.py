@@ -43,7 +43,8 @@ Balancing = Literal["loss", "bias"]
 class TextData:
     sources: Annotated[tuple[str, ...], tyro.conf.Positional, flag("SOURCE", REQUIRED)] = ()
     """Files and folders of text, JSON Lines or Parquet; "stdlib" is the running Python's standard library;
-    "installed" or "installed:python,go" is the code of installed packages."""
+    "installed" or "installed:python,go" is the code of installed packages; hf:ORG/NAME[/CONFIG][:SPLIT][@REVISION]
+    is a data set of the Hub."""
     text_field: Annotated[tuple[str, ...], flag("FIELD", "text, or the messages of a conversation")] = ()
     """Fields of each record to train on; several are joined by a blank line."""
     split: Annotated[Literal["files", "tails"] | None, flag("files|tails", "files; tails of a single file")] = None
@@ -137,6 +138,7 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
 
     OVERRIDABLE = ("sources", "base", "corpus", "copies")
     PATHS = ("sources", "base")
+    DATA = ("sources",)
     VERB = "train"
 
     def __post_init__(self) -> None:
