@@ -15,6 +15,7 @@ from typing import Any
 
 from dunes import __version__
 from dunes.cli.command import LateCommand, run, with_trust
+from dunes.cli.other_flags import refuse_other_flags
 from dunes.cli.process import exit_with
 
 VERBS = {
@@ -44,6 +45,7 @@ def run_command(arguments: Sequence[str]) -> int:
     if [*arguments] == ["--version"]:
         print(version())
         return 0
+    refuse_other_flags(verb, arguments[1:])
     if verb in GROUPS:
         return int(resolve_name(f"dunes.cli.{GROUPS[verb]}")(arguments[1:]))
     return run("dunes", ABOUT, {verb: LateCommand(partial(_load, verb)) for verb in VERBS}, arguments)

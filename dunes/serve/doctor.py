@@ -55,7 +55,7 @@ def examine(address: str, key: str = "", before: str = BEFORE, after: str = AFTE
     except OSError as error:
         reason = error.strerror or str(error) or type(error).__name__
         raise ValueError(
-            f"{address}: no server answers ({reason.lower()}); start one: dunes serve runs/project"
+            f"{address}: no server answers ({reason.lower()}); pass its port, or start one: dunes serve RUN"
         ) from None
     if status != 200:
         yield Line("server", "", f"status {status}: {_message(data)}")
