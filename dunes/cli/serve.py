@@ -11,14 +11,14 @@ import tyro
 
 from dunes.cli.process import die_by_signals, drop_lost_output
 from dunes.extra import extra
-from dunes.flags import flag
+from dunes.flags import REQUIRED, flag
 from dunes.serve import editors
 
 if TYPE_CHECKING:
     from dunes.serve.worker import Worker
 
 Folders = Annotated[
-    tuple[str, ...], tyro.conf.Positional, flag("MODEL", about="Model folders, or runs that still train.")
+    tuple[str, ...], tyro.conf.Positional, flag("MODEL", REQUIRED, "Runs, model folders, GGUF files, or smollm2.")
 ]
 Editor = Literal["vim", "nvim", "vscode", "zed", "emacs", "helix"]
 KEY = "DUNES_API_KEY"

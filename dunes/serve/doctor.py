@@ -80,7 +80,7 @@ def examine(address: str, key: str = "", before: str = BEFORE, after: str = AFTE
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             yield Line(check.client, "", str(error) or type(error).__name__)
             continue
-        result = f"shows {text!r}" if text else "shows nothing here: no suggestion was probable enough"
+        result = f"shows {text!r}" if text else "shows nothing: none is probable enough (serve --acceptance 0)"
         problem = "" if status == 200 else f"status {status}: {_message(data)}"
         yield Line(check.client, f"{result} after {milliseconds:.0f} ms", problem)
 
