@@ -58,7 +58,7 @@ def examine(address: str, key: str = "", before: str = BEFORE, after: str = AFTE
             f"{address}: no server answers ({reason.lower()}); pass its port, or start one: dunes serve RUN"
         ) from None
     if status != 200:
-        yield Line("server", "", f"status {status}: {_message(data)}")
+        yield Line("server", "", f"status {status}: {_message(data)}{'; set DUNES_API_KEY' * (status == 401)}")
         if status in (401, 403):
             return
     _, data = ask(address, "/v1/models", key=key)
