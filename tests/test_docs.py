@@ -119,7 +119,7 @@ def pieces(page):
             assert known, f"{page}:{first}: neither commands of known programs nor a known text"
             result += commands
         else:
-            assert language in ("c", "json", "bash", "yaml", "console", "toml"), (
+            assert language in ("c", "json", "bash", "yaml", "console", "toml", "vim", "lua"), (
                 f"{page}:{first}: no test runs a block of {language}"
             )
     return result

@@ -137,8 +137,10 @@ def explain(path: Path) -> str:
     if inside := [f for f in candidates if f.suffix == SUFFIX or is_model_folder(f)]:
         return f"{path}: not a model folder, but contains {', '.join(map(str, inside[:3]))}; choose one"
     names = ", ".join([*UNSHARDED, *(f"{s}.index.json" for s in UNSHARDED)])
-    missing = "no weights" if (path / CONFIG).is_file() else "not a model folder"
-    return f"{path}: {missing}; looked for {CONFIG} with {names}, and consolidated.* with {native.PARAMS}"
+    looked = f"looked for {CONFIG} with {names}, and consolidated.* with {native.PARAMS}"
+    if (path / CONFIG).is_file():
+        return f"{path}: no weights; {looked}"
+    return f"{path}: not a model folder; {looked}; to train a model on its text: dunes train {path} --out RUN"
 
 
 def _is_run(folder: Path) -> bool:

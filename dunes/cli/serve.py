@@ -11,17 +11,19 @@ import tyro
 
 from dunes.cli.process import die_by_signals, drop_lost_output
 from dunes.extra import extra
-from dunes.flags import flag
+from dunes.flags import REQUIRED, flag
 from dunes.serve import editors
 
 if TYPE_CHECKING:
     from dunes.serve.worker import Worker
 
 Folders = Annotated[
-    tuple[str, ...], tyro.conf.Positional, flag("MODEL", about="Model folders, or runs that still train.")
+    tuple[str, ...], tyro.conf.Positional, flag("MODEL", REQUIRED, "Runs, model folders, GGUF files, or smollm2.")
 ]
 Editor = Literal["vim", "nvim", "vscode", "zed", "emacs", "helix"]
 KEY = "DUNES_API_KEY"
+DEFAULT = "http://127.0.0.1:8012"
+"""Default address of the server, which is also that of llama.vim."""
 
 
 def serve(
@@ -97,8 +99,10 @@ def serve(
 def _announce(worker: "Worker", model: str, place: str) -> None:
     names = ", ".join(name for served in worker.models.values() for name in served.names)
     print(f"serving {names} at {place} (Ctrl-C ends it)")
-    print(f"editors: dunes serve {model} --config {'|'.join(get_args(Editor))} prints an editor's settings")
-    print(f"nothing appears? dunes doctor{'' if place.endswith(':8012') else f' {place}'}", flush=True)
+    port, other = place.rpartition(":")[2], place != DEFAULT
+    command = f"dunes serve {model}{f' --port {port}' if other else ''}"
+    print(f"editors: {command} --config {'|'.join(get_args(Editor))} prints an editor's settings")
+    print(f"nothing appears? dunes doctor{f' {place}' if other else ''}", flush=True)
 
 
 def lsp(
@@ -140,9 +144,7 @@ def lsp(
 
 
 def doctor(
-    address: Annotated[
-        str, tyro.conf.Positional, flag("ADDRESS", "http://127.0.0.1:8012")
-    ] = "http://127.0.0.1:8012",
+    address: Annotated[str, tyro.conf.Positional, flag("ADDRESS", DEFAULT)] = DEFAULT,
     *,
     file: Annotated[str | None, flag("FILE:LINE:COLUMN", "an example")] = None,
 ) -> int:
@@ -153,7 +155,8 @@ def doctor(
     Example: dunes doctor --file src/main.py:12:9
 
     Args:
-        address: The server's address. A key, if the server needs one, is read from DUNES_API_KEY.
+        address: The server's address, or its port on this machine. A key, if the server needs one, is read from
+            DUNES_API_KEY.
         file: Cursor position to complete at.
     """
     from dunes.serve.doctor import AFTER, BEFORE, examine
@@ -163,6 +166,8 @@ def doctor(
         from dunes.text.lines import text_around_cursor
 
         _, before, after = text_around_cursor(file)
+    if "://" not in address:
+        address = f"http://{'127.0.0.1:' if address.isdecimal() else ''}{address}"
     failed = False
     for line in examine(address.rstrip("/"), os.environ.get(KEY, ""), before, after):
         print(f"{'FAILS' if line.problem else 'ok':5}  {line.client}: {line.problem or line.text}")

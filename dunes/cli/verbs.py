@@ -231,20 +231,21 @@ def complete(
         path, before, after = text_around_cursor(place)
     else:
         before = decode_text(sys.stdin.buffer.read(), "standard input")
-    if (suggestion := complete_by_server(Path(model), before, after, path)) is not None:
-        print(dumps(suggestion) if json else suggestion["text"])
-        return
-    with _quick_imports():
-        from dunes import checkpoint, measure
-        from dunes.completion.completer import find_completer, name_in_sources
+    suggestion = complete_by_server(Path(model), before, after, path)
+    if suggestion is None:
+        with _quick_imports():
+            from dunes import checkpoint, measure
+            from dunes.completion.completer import find_completer, name_in_sources
 
-    measure.keep_freed_memory()
-    folder = checkpoint.locate_model(model).folder
-    completer = find_completer(folder, lambda line: print(line, file=sys.stderr), any_base)
-    name = name_in_sources(path, folder) if path else ""
-    suggestion = asdict(completer.complete(before, after, name))
-    del suggestion["ends_line"]  # the server's suggestion has no such field
+        measure.keep_freed_memory()
+        folder = checkpoint.locate_model(model).folder
+        completer = find_completer(folder, lambda line: print(line, file=sys.stderr), any_base)
+        name = name_in_sources(path, folder) if path else ""
+        suggestion = asdict(completer.complete(before, after, name))
+        del suggestion["ends_line"]  # the server's suggestion has no such field
     print(dumps(suggestion) if json else suggestion["text"])
+    if not json and not suggestion["text"]:
+        print("no suggestion at this position; --json prints the probabilities", file=sys.stderr)
 
 
 def evaluate(

@@ -55,10 +55,10 @@ def examine(address: str, key: str = "", before: str = BEFORE, after: str = AFTE
     except OSError as error:
         reason = error.strerror or str(error) or type(error).__name__
         raise ValueError(
-            f"{address}: no server answers ({reason.lower()}); start one: dunes serve runs/project"
+            f"{address}: no server answers ({reason.lower()}); pass its port, or start one: dunes serve RUN"
         ) from None
     if status != 200:
-        yield Line("server", "", f"status {status}: {_message(data)}")
+        yield Line("server", "", f"status {status}: {_message(data)}{'; set DUNES_API_KEY' * (status == 401)}")
         if status in (401, 403):
             return
     _, data = ask(address, "/v1/models", key=key)
@@ -80,7 +80,7 @@ def examine(address: str, key: str = "", before: str = BEFORE, after: str = AFTE
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             yield Line(check.client, "", str(error) or type(error).__name__)
             continue
-        result = f"shows {text!r}" if text else "shows nothing here: no suggestion was probable enough"
+        result = f"shows {text!r}" if text else "shows nothing: none is probable enough (serve --acceptance 0)"
         problem = "" if status == 200 else f"status {status}: {_message(data)}"
         yield Line(check.client, f"{result} after {milliseconds:.0f} ms", problem)
 

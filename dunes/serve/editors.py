@@ -26,7 +26,7 @@ _LINES = {
 {vim}Plug 'ggml-org/llama.vim'
 """,
     "nvim": """\
--- ~/.config/nvim/init.lua (Neovim 0.12): no plugin, and no server to start.
+-- ~/.config/nvim/init.lua (Neovim 0.12): no plugin or server. If 'dunes' is not on the PATH, write its full path.
 vim.lsp.config('dunes', {{ cmd = {{ 'dunes', 'lsp', {lua} }} }})
 vim.lsp.enable('dunes')
 vim.lsp.inline_completion.enable()
@@ -61,7 +61,7 @@ end, {{ expr = true }})
   (add-hook 'prog-mode-hook #'minuet-auto-suggestion-mode))
 """,
     "helix": """\
-# ~/.config/helix/languages.toml: plain completion; name the languages that you use.
+# ~/.config/helix/languages.toml: name your languages. If dunes is not on the PATH, write its full path.
 [language-server.dunes]
 command = "dunes"
 args = ["lsp", {toml}]

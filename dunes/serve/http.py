@@ -64,7 +64,7 @@ def open_sockets(host: str, ports: Sequence[int]) -> list[socket.socket]:
     except (OSError, OverflowError, ValueError) as error:
         for listener in sockets:
             listener.close()
-        remedy = "pass another --port, or end the program that listens there"
+        remedy = "pass another --port (for 11434: leave out --ollama), or end the program that listens there"
         if isinstance(error, ValueError | socket.gaierror):
             remedy = "name an address of this machine"
         raise ValueError(f"--host {host}: {str(error.args[-1]).lower()}; {remedy}") from None

@@ -56,7 +56,9 @@ def text_around_cursor(place: str) -> tuple[Path, str, str]:
     path, line, column = parts[1], int(parts[2]), int(parts[3])
     text = decode_text(Path(path).read_bytes(), path)
     lines = split_lines(text)
-    if line > len(lines) or column > len(lines[line - 1].rstrip("\r\n")) + 1:
+    if line > len(lines):
         raise ValueError(f"{place}: outside the file, which has {plural(len(lines), 'line')}")
+    if column > (end := len(lines[line - 1].rstrip("\r\n")) + 1):
+        raise ValueError(f"{place}: outside the line, which ends at column {end}")
     offset = sum(map(len, lines[: line - 1])) + column - 1
     return Path(path), text[:offset], text[offset:]
