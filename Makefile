@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-more test-mps check bench
+.PHONY: demo test test-more test-mps check bench wheel
 
 demo: .venv/demo
 	$(BIN)/python recipes/demo.py
@@ -30,6 +30,13 @@ check: .venv/test
 	$(BIN)/lint-imports
 	$(BIN)/python .ci/budget.py
 	$(BIN)/python .ci/api_page.py --check
+
+# In dist/: the wheel, built from the sdist beside it. `.ci/wheel` installs and uses it.
+wheel: .venv/test
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/check-wheel-contents dist/*.whl
 
 .venv/demo: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
