@@ -32,7 +32,7 @@ check: .venv/test
 	$(BIN)/python .ci/api_page.py --check
 
 # In dist/: the wheel, built from the sdist beside it. `.ci/wheel` installs and uses it.
-wheel: .venv/test
+wheel: .venv/wheel
 	rm -rf dist
 	$(BIN)/python -m build
 	$(BIN)/twine check --strict dist/*
@@ -56,3 +56,8 @@ wheel: .venv/test
 	$(BIN)/python -m pip download -q --disable-pip-version-check --no-deps --no-binary llama-cpp-python \
 		-d .venv/real-models llama-cpp-python==0.3.36
 	touch $@ .venv/test .venv/demo
+
+.venv/wheel: Makefile
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q --disable-pip-version-check 'build>=1.3' 'twine>=6.1' 'check-wheel-contents>=0.6'
+	touch $@
