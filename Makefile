@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-more test-mps check docs bench
+.PHONY: demo test test-more test-mps check docs bench wheel
 
 demo: .venv/demo
 	$(BIN)/python recipes/demo.py
@@ -36,6 +36,13 @@ check: .venv/test
 docs: .venv/docs
 	$(BIN)/python .ci/docs_site.py
 
+# In dist/: the wheel, built from the sdist beside it. `.ci/wheel` installs and uses it.
+wheel: .venv/wheel
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/check-wheel-contents dist/*.whl
+
 .venv/demo: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e .
@@ -59,3 +66,8 @@ docs: .venv/docs
 	$(BIN)/python -m pip download -q --disable-pip-version-check --no-deps --no-binary llama-cpp-python \
 		-d .venv/real-models llama-cpp-python==0.3.36
 	touch $@ .venv/test .venv/demo
+
+.venv/wheel: Makefile
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q --disable-pip-version-check 'build>=1.3' 'twine>=6.1' 'check-wheel-contents>=0.6'
+	touch $@

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dunes.cores import OWN_CHOICE, reports_waits
 
-__version__ = "0.3.0"
+__version__: str  # the installed package's, found at first use: importlib.metadata takes 30 ms to import
 _ROOMS = {
     "files": "bytes on disk: atomic writes, staging folders, locks, JSON and JSON lines, and trust in cards",
     "text": "text to ids and back: tokenizers, chat templates, lines, incremental decoding",
@@ -46,8 +46,13 @@ if not TYPE_CHECKING:  # otherwise a type checker would accept any attribute nam
     def __getattr__(name: str) -> Any:
         if name in _ROOMS:
             return importlib.import_module(f"{__name__}.{name}")
+        if name == "__version__":
+            from importlib import metadata
+
+            found = metadata.distributions(name="astral-dunes")  # none if `sys.path` has a folder of sources only
+            return next((package.version for package in found), "0+unknown")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return [*_ROOMS, *(name for name in globals() if name.startswith("__"))]
+    return [*_ROOMS, "__version__", *(name for name in globals() if name.startswith("__"))]

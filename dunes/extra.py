@@ -15,8 +15,7 @@ def extra(module: str, name: str) -> Any:
         return import_module(module)
     except ImportError as error:
         raise ValueError(
-            f"{module} cannot be imported ({error}); to install it, run in dunes' source folder: "
-            f"pip install -e '.[{name}]'"
+            f"{module} cannot be imported ({error}); to install it: pip install 'astral-dunes[{name}]'"
         ) from None
 
 

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import get_args
 
@@ -51,7 +52,7 @@ def test_the_version_comes_without_torch():
     script += "finally: assert not {'torch', 'numpy'} & sys.modules.keys()"
     done = run_python(script, "--version")
     assert (done.returncode, done.stderr) == (0, "")
-    assert re.fullmatch(r"dunes \d+\.\d+\.\d+ \(torch \S+, Python \S+\)\n", done.stdout)
+    assert re.fullmatch(rf"dunes {re.escape(version('astral-dunes'))} \(torch \S+, Python \S+\)\n", done.stdout)
 
 
 @pytest.mark.slow

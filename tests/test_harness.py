@@ -220,4 +220,4 @@ def test_mistakes_are_told_in_one_line(lm_eval, tasks, code, tmp_path):
 
 def test_without_the_extra_its_name_is_told(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    assert "pip install -e '.[eval]'" in refused(tmp_path, ["hellaswag"])
+    assert "'astral-dunes[eval]'" in refused(tmp_path, ["hellaswag"])

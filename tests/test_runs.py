@@ -516,8 +516,8 @@ def test_a_device_that_is_not_here_is_refused_and_the_one_asked_for_is_used(code
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     refuses("--device is cuda", train, toy(code, device="cuda"), tmp_path / "run", display()[0])
     assert not (tmp_path / "run").exists()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert train(toy(code, device="cpu", steps=1), tmp_path / "run", display()[0]) == 0
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert measure.device().type == "cpu"
     measure.set_device(None)
     assert measure.device().type == "cuda", "what is chosen without a wish"

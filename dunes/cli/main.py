@@ -15,7 +15,6 @@ from pkgutil import resolve_name
 from time import sleep
 from typing import Any
 
-from dunes import __version__
 from dunes.cli import GROUPS, VERBS
 from dunes.cli.command import LateCommand, run, with_trust
 from dunes.cli.other_flags import refuse_other_flags
@@ -83,6 +82,8 @@ def _report_late(errors: StringIO) -> None:
 def version() -> str:
     """A line with the versions of dunes, torch and Python."""
     from importlib import metadata
+
+    from dunes import __version__
 
     return f"dunes {__version__} (torch {metadata.version('torch')}, Python {platform.python_version()})"
 

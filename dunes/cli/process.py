@@ -43,18 +43,19 @@ def drop_lost_output() -> None:
 
 
 def _open_streams() -> None:
-    """Open the standard streams. A closed stream is opened on /dev/null, so that no other file gets its file
-    descriptor.
+    """Open the standard streams. Closed streams are opened on /dev/null, so that no file gets their descriptors.
 
     Characters that the locale's encoding lacks are escaped. Streams that a caller has replaced are kept.
     """
-    while (number := os.open(os.devnull, os.O_RDWR)) < 3:  # `os.open` returns the lowest free number
+    while (null := os.open(os.devnull, os.O_RDWR)) < 3:  # `os.open` returns the lowest free number
         pass
-    os.close(number)
-    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
+    if all((sys.stdin, sys.stdout, sys.stderr)):
+        os.close(null)
+    sys.stdin = sys.stdin or os.fdopen(null, closefd=False)
     for number, name in enumerate(("stdout", "stderr"), 1):
         if (stream := getattr(sys, name)) is getattr(sys, f"__{name}__"):
-            output, encoding = Output(number, "w", closefd=False), stream.encoding if stream else "utf-8"
+            descriptor = number if stream else null  # a closed one's may be in use: libffi keeps its own file open
+            output, encoding = Output(descriptor, "w", closefd=False), stream.encoding if stream else "utf-8"
             output.is_result = number == 1
             setattr(sys, name, TextIOWrapper(BufferedWriter(output), encoding, "backslashreplace", None, True))
 

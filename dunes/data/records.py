@@ -172,7 +172,7 @@ def _table_rows(path: Path, suffix: str, fields: Collection[str] = ()) -> Iterat
     try:
         polars: Any = import_module("polars")
     except ImportError:
-        raise ValueError(f"{path}: {name} needs polars; pip install -e '.[parquet]'") from None
+        raise ValueError(f"{path}: {name} needs polars; pip install 'astral-dunes[parquet]'") from None
     try:
         table = getattr(polars, scan)(path.absolute(), glob=False, **options)
         found = table.collect_schema().names()
