@@ -10,9 +10,9 @@ from conftest import display, raising, toy, training_output
 from dunes.evaluate.text_loss import Score
 from dunes.runs.picture import centered_mean, loss_picture
 from dunes.runs.saving import read_metrics
-from dunes.runs.task import Run
 from dunes.runs.tensorboard import read_samples
-from dunes.runs.train import TrainTask, train
+from dunes.runs.train import train
+from test_runs import best_at_first
 
 pytestmark = pytest.mark.usefixtures("draws")
 
@@ -86,23 +86,13 @@ def test_means_are_of_what_lies_on_both_sides():
 
 @pytest.mark.slow
 def test_the_last_figure_and_the_last_sample_are_of_the_weights_that_are_kept(code, tmp_path, monkeypatch, drawn):
-    """Validation is best at the first check."""
-    scores = iter([Score(10.0, 10, 10)] + [Score(20.0 + i, 10, 10) for i in range(99)])
-    monkeypatch.setattr(TrainTask, "score", lambda self, limit=None: next(scores))
-    best = {}
-    real_check = Run.validate
-
-    def check(self):
-        score = real_check(self)
-        best.setdefault("weights", {k: v.clone() for k, v in self.model.state_dict().items()})
-        return score
+    best = best_at_first(monkeypatch)
 
     def sample(loaded, *rest, **named):
         kept = best.get("weights", {})
         same = bool(kept) and all(bool((v == kept[k]).all()) for k, v in loaded.model.state_dict().items())
         return f"the best weights: {same}"
 
-    monkeypatch.setattr(Run, "validate", check)
     monkeypatch.setattr("dunes.runs.train.sample_text", sample)
     printed = training_output(toy(code, steps=60), tmp_path / "run")
     found = read_samples(tmp_path / "run" / "samples.md")
@@ -110,9 +100,8 @@ def test_the_last_figure_and_the_last_sample_are_of_the_weights_that_are_kept(co
     assert (tmp_path / "run" / "samples.md").read_text().count("## After") == 3
     assert found[60] == "the best weights: True"
     assert found[50] == "the best weights: False"
-    said = printed
-    assert "--- sample after 60 steps, with the best weights (step 10) ---" in said
-    loss, bits = re.search(r"validation loss (\S+) nats/token, perplexity \S+, (\S+) bits/byte", said).groups()
+    assert "--- sample after 60 steps, with the best weights (step 10) ---" in printed
+    loss, bits = re.search(r"validation loss (\S+) nats/token, perplexity \S+, (\S+) bits/byte", printed).groups()
     assert f"saved: step 10, {loss} nats/token, {bits} bits/byte" in lines(drawn[-1])
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")
     checks = [[r["step"], r["validation_loss"]] for r in records if r.get("validation_loss")]

@@ -430,12 +430,11 @@ def test_checks_since_the_best_one_are_counted(bits, since, best):
     assert run.best_step == best
 
 
-def test_the_best_weights_are_what_is_saved(code, tmp_path, monkeypatch):
-    """Validation that is best at the first check and worse ever after."""
+def best_at_first(monkeypatch):
+    """Validation is best at the first check and worse ever after; once made, the weights at that check."""
     scores = iter([Score(10.0, 10, 10)] + [Score(20.0 + i, 10, 10) for i in range(99)])
     monkeypatch.setattr(TrainTask, "score", lambda self, limit=None: next(scores))
-    kept = {}
-    real = run_module.Run.validate
+    kept, real = {}, run_module.Run.validate
 
     def check(self):
         score = real(self)
@@ -443,6 +442,11 @@ def test_the_best_weights_are_what_is_saved(code, tmp_path, monkeypatch):
         return score
 
     monkeypatch.setattr(run_module.Run, "validate", check)
+    return kept
+
+
+def test_the_best_weights_are_what_is_saved(code, tmp_path, monkeypatch):
+    kept = best_at_first(monkeypatch)
     printed = training_output(toy(code, steps=30), tmp_path / "run")
     saved = checkpoint.load(tmp_path / "run").model.state_dict()
     assert all(torch.equal(saved[k], v) for k, v in kept["weights"].items())
