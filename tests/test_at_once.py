@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from adapters import trained
+from conftest import eventually
 from dunes import augment, checkpoint
 from dunes.checkpoint import state
 from dunes.checkpoint.card import read_consistently
@@ -178,10 +179,7 @@ def test_what_a_dead_process_left_goes_and_what_a_living_one_writes_stays(tmp_pa
     try:
         for i, process in enumerate((dead, living), 1):
             process.start()
-            deadline = time.monotonic() + 20
-            while len(list(tmp_path.glob(".*/half"))) < i:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            assert eventually(lambda: len(list(tmp_path.glob(".*/half"))) >= i)  # noqa: B023
         os.kill(dead.pid, signal.SIGKILL)
         dead.join()
         assert len(hidden(tmp_path)) == 2

@@ -180,7 +180,6 @@ DAMAGE = {
     "a flipped bit": ("model.safetensors", flip),
     "a cut file": ("model.safetensors", lambda file: os.truncate(file, 100)),
     "missing weights": ("model.safetensors", os.unlink),
-    "another tokenizer": ("tokenizer.json", flip),
     "no config": ("config.json", os.unlink),
     "a card that is not JSON": ("dunes.json", lambda file: file.write_text("{")),
 }

@@ -20,13 +20,14 @@ from dunes.runs.train_config import TrainConfig
 from dunes.train import Trainer, sgd
 from dunes.train.loss import next_token_loss
 from small_models import random_model
-from test_runs import assert_same_training, stopping_at
+from test_runs import assert_same_training, stop, stopping_at
 
 LIMIT = 1e-4
 RATE = 1e-4
 """Muon's products in bfloat16 make large differences of small ones."""
 
 STEPS = 16
+USUAL = {"steps": STEPS, "lr": RATE, "size": "1x64"}
 
 
 CODE = Path(__file__).parent.parent / "recipes"
@@ -61,10 +62,9 @@ def changes(folder):
     return [(r["step"], r["compiled"]) for r in read_metrics(folder / "metrics.jsonl") if "compiled" in r]
 
 
-def trained(folder, expected=0, resume=False, **options):
-    options = {"steps": STEPS, "lr": RATE, "size": "1x64"} | options
-    config = TrainConfig(sources=()) if resume else toy(CODE, **options)
-    return training_output(config, folder, expected, resume=resume).replace("\n", " ")
+def trained(folder, resume=False, **options):
+    config = TrainConfig(sources=()) if resume else toy(CODE, **USUAL | options)
+    return training_output(config, folder, resume=resume).replace("\n", " ")
 
 
 def losses(folder):
@@ -90,9 +90,7 @@ def test_a_compiled_run_trains_as_an_eager_one(eager, tmp_path, soon):
 
 def stopped_and_resumed(tmp_path, soon):
     """A run that was stopped and resumed is the straight one bit for bit, also if it would not be compiled now."""
-    with soon.context() as patch:
-        stopping_at(12, patch)
-        trained(tmp_path / "halves", expected=130)
+    stop(toy(CODE, **USUAL), tmp_path / "halves", 12, soon)
     torch.compiler.reset()
     soon.setattr(module, "COMPILING", 1e9)
     assert "compiling the loss in the first step" in trained(tmp_path / "halves", resume=True)
@@ -111,9 +109,7 @@ def test_on_compiles_a_short_run_and_says_what_it_lacks(eager, tmp_path, soon):
 
 @pytest.mark.slow
 def test_a_run_that_was_eager_last_stays_so(tmp_path, soon):
-    with soon.context() as patch:
-        stopping_at(6, patch)
-        trained(tmp_path / "run", expected=130)
+    stop(toy(CODE, **USUAL), tmp_path / "run", 6, soon)
     show, _ = display()
     config = TrainConfig(sources=(), compile="off")
     with soon.context() as patch:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-from conftest import refuses
+from conftest import eventually, refuses
 from dunes.data.examples import ignored_line, read_records
 from teacher import endpoint
 from teacher.endpoint import Answer, Budget, Endpoint, FailedAttempt, Ledger, Tokens, ask_all
@@ -190,10 +190,7 @@ def test_a_reply_that_never_ends_is_waited_for_until_the_timeout(what, api):
         assert (tls and (error.value.tokens, error.value.then) == ((0, 0), "stop")) or (
             "no complete reply within 0.3 s" in str(error.value) and error.value.then == "retry once"
         )
-        end = time.monotonic() + 10
-        while threading.active_count() > threads + 1 and time.monotonic() < end:  # but that of the server
-            time.sleep(0.01)
-        assert threading.active_count() <= threads + 1
+        assert eventually(lambda: threading.active_count() <= threads + 1), "but that of the server"
         assert not [s for s in teacher._client._client._transport._pool.connections if not s.is_closed()]
         teacher.close()
 
@@ -291,8 +288,7 @@ def test_ctrl_c_waits_for_what_is_paid_for_and_one_run_writes_a_file(tmp_path):
     with serving(seconds=1.0) as server:
         asked = options(tmp_path, server.url, count=400, in_flight=8)
         process = started(asked)
-        while len(server.bodies) < 8:
-            time.sleep(0.02)
+        assert eventually(lambda: len(server.bodies) >= 8)
         for _ in range(2):
             refuses("another run writes to it", MADE.main, asked)
         os.kill(process.pid, signal.SIGINT)

@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM
 
 from adapters import IDS, difference
@@ -20,10 +19,11 @@ from dunes.parts import Checkpointed, cache_for
 from dunes.runs.augment import augment_folder, undo_folder
 from dunes.runs.saving import read_metrics
 from dunes.runs.train import select_trainable, train
-from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer
 from dunes.train import Trainer, adamw, next_token
+from own_parts import Branching
 from small_models import random_model, small_config
+from test_train_from import going_on
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*tokenizer is None")
 TOKENIZER = Tokenizer.train("bpe", ["def task(value):\n    return value\n"] * 3, 300)
@@ -104,22 +104,9 @@ def test_any_number_of_blocks_stands_anywhere(depth, request_, copies):
     assert all(a is b for a, b in zip(model.blocks, old, strict=True))
 
 
-class Loud(nn.Module):
-    """An mlp with an output that is no linear layer."""
-
-    supports_packing = True
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(32))
-
-    def forward(self, x):
-        return x * self.scale
-
-
 def test_a_part_without_an_output_projection_is_refused_and_nothing_has_changed():
     model = model_of("llama")
-    model.blocks[1].mlp = Loud()
+    model.blocks[1].mlp = Branching()
     state, modules = copied(model), list(model.modules())
     refuses(r"outputs: .* attn\.out and mlp\.down", apply_change, model, "expand", after=(1,))
     assert equal_states(model.state_dict(), state)
@@ -184,13 +171,9 @@ def stored(folder):
     return (folder / "model.safetensors").read_bytes()
 
 
-def going_on(base, code, **changes):
-    fixed = {"batch": 4, "context_length": 32, "steps": 4, "lr": 0.01, "dtype": "float32", "threads": 1}
-    return TrainConfig(sources=(str(code),), base=str(base), trainable=("new",), complete=False, **fixed | changes)
-
-
 def test_new_blocks_learn_alone_and_taken_out_give_back_the_original(folders, code, tmp_path):
-    assert train(going_on(folders / "pro", code), tmp_path / "run", display()[0]) == 0
+    config = going_on(folders / "pro", code, steps=4, trainable=("new",))
+    assert train(config, tmp_path / "run", display()[0]) == 0
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     scores = [r["validation_loss"] for r in lines if "validation_loss" in r]
     assert scores[-1] < scores[0], "it learned"

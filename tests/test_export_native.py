@@ -27,25 +27,15 @@ from dunes.generate import sampler
 from dunes.generate.decode_packages import step_source
 from dunes.generate.sampling import RULES
 from dunes.inference.text_generator import TextGenerator
-from dunes.models import FAMILIES
 from dunes.models.mnist import conv_net
 from dunes.text import Tokenizer
 from own_networks import Rows, Shared
 from own_parts import Branching, Counting, ShiftedMLP
+from test_step import changed, model_of
 
 CONTEXT = 64
 TEXT = 'def f(x):\n    return "größe", x  # a\ttab\r\n\r\nif f(1):\r    pass\n' * 4
 PROMPTS = ["", "d", "def f(", TEXT[:40], "größe\r\n\r", "日本 \x00\r"]
-
-
-def model_of(family="llama", seed=0, vocab=300, dtype=torch.float32, **changes):
-    torch.manual_seed(seed)
-    module = FAMILIES[family]
-    config = module.Config.from_size(vocab=vocab, dim=64, depth=2, context_length=CONTEXT)
-    model = module.build(type(config)(**{**vars(config), **changes})).eval()
-    for parameter in model.parameters():
-        parameter.data += 0.05 * torch.randn_like(parameter)
-    return model.to(dtype)
 
 
 def loaded(model=None, tokenizer=None, context=CONTEXT):
@@ -92,7 +82,7 @@ def hooked():
         (mixing, CONTEXT, None, "may mix tokens"),
         (hooked, CONTEXT, None, "without hooks"),
         (model_of, 4, None, "attends to 4 tokens; expected at least 8"),
-        (lambda: model_of(dtype=torch.bfloat16), CONTEXT, torch.float16, "--dtype float16"),
+        (lambda: model_of().to(torch.bfloat16), CONTEXT, torch.float16, "--dtype float16"),
         (lambda: model_of().to("meta"), CONTEXT, None, "on another device"),
     ],
 )
@@ -461,9 +451,9 @@ def test_files_with_their_checksum_and_another_content_are_refused_in_one_line(b
     edits = ((b"[0,", b"[8,", 1), (b'"F32"', b'"F99"', 1), (b"weight", b"height"), (b"{", b"[", 1))
     headers = [weights[8 : 8 + size].replace(*edit) for edit in edits]
     files = [weights[:8] + header + weights[8 + size :] for header in headers]
-    for i, changed in enumerate([*files, (1 << 62).to_bytes(8, "little") + weights[8:], weights[:4]]):
+    for i, edited in enumerate([*files, (1 << 62).to_bytes(8, "little") + weights[8:], weights[:4]]):
         out = shutil.copytree(folder, tmp_path / str(i))
-        (out / "weights.safetensors").write_bytes(changed)
+        (out / "weights.safetensors").write_bytes(edited)
         edit(out, "weights.safetensors")
         fails(run(build, out, "x"))
     for i, text in enumerate(["", "{", '{"format": 1', "[" * 99, '{"format": "x"}', "\x00"]):
@@ -578,18 +568,9 @@ def test_onnx_computes_the_same(tmp_path, family):
 
 @pytest.mark.slow
 def test_onnx_of_adapters_and_quantized_layers_and_of_an_example_with_gradients(tmp_path):
-    from dunes import augment
-
     onnxruntime = pytest.importorskip("onnxruntime")
     for change in ("int4", "lora"):
-        model, ids = model_of(), torch.randint(300, (2, 9))
-        if change == "lora":
-            augment.attach(model, rank=2)
-            for name, parameter in model.named_parameters():
-                if name.endswith(".B"):
-                    parameter.data.normal_(std=0.2)
-        else:
-            augment.quantize(model, kind=change)
+        model, ids = changed(change), torch.randint(300, (2, 9))
         with torch.no_grad():
             expected = model(ids)
         export_onnx(loaded(model), tmp_path / f"{change}.onnx")

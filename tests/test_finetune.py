@@ -85,6 +85,13 @@ def finetuned(config, folder, **how):
     return out.getvalue()
 
 
+def stopped(config, folder, step, monkeypatch):
+    """A finetune that a person stops during this step."""
+    with monkeypatch.context() as patch:
+        stopping_at(step, patch)
+        assert finetune(config, folder, display()[0]) == 130
+
+
 def refuses_run(words, config, folder, **how):
     """Refused with these words."""
     refuses(words, finetune, config, folder, display()[0], **how)
@@ -151,9 +158,7 @@ def test_stopped_and_resumed_is_straight_bit_for_bit(method, base, examples, tmp
     config = asked(base, examples, method=method, steps=24, dropout=dropout, micro_batch=2)
     straight, halves = tmp_path / "straight", tmp_path / "halves"
     finetuned(config, straight)
-    with monkeypatch.context() as patch:
-        stopping_at(9, patch)
-        assert finetune(config, halves, display()[0]) == 130
+    stopped(config, halves, 9, monkeypatch)
     # The base is asked before it is changed, and once: what it said stands in the run.
     asks, real = iter([1]), FinetuneTask.measure_baseline
     monkeypatch.setattr(FinetuneTask, "measure_baseline", lambda *args, **more: next(asks) and real(*args, **more))
@@ -421,9 +426,7 @@ def test_a_note_of_what_the_base_could_do_is_made_anew_if_damaged_or_of_another_
 @pytest.mark.slow
 def test_the_domain_is_one_text_before_and_after(base, examples, code, tmp_path, monkeypatch):
     config = asked(base, examples, forgetting_data=(str(code),), steps=12)
-    with monkeypatch.context() as patch:
-        stopping_at(9, patch)
-        assert finetune(config, tmp_path / "run", display()[0]) == 130
+    stopped(config, tmp_path / "run", 9, monkeypatch)
     for path in code.glob("*.py"):
         path.write_text(path.read_text() * 2)
     assert finetune(FinetuneConfig(), tmp_path / "run", display()[0], resume=True) == 0

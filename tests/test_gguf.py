@@ -503,9 +503,7 @@ def template(text, *tokens):
 
 NORMALIZERS = {
     **{name: step(getattr(normalizers, name)) for name in ("NFKC", "NFD", "NFKD", "Lowercase", "Strip")},
-    **{name: step(getattr(normalizers, name)) for name in ("BertNormalizer", "StripAccents")},
     "Replace": step(normalizers.Replace, "``", "a"),
-    "Prepend": step(normalizers.Prepend, "_"),
     "Lowercase, in a sequence": step(normalizers.Sequence, [normalizers.NFC(), normalizers.Lowercase()]),
 }
 LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)

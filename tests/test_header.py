@@ -5,29 +5,24 @@ import mmap
 import os
 import random
 import struct
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from conftest import refused, refuses
+from conftest import count_readable, refused, refuses
 from dunes import measure
 from dunes.checkpoint.weights import safetensors_file
 from dunes.checkpoint.weights.lazy_tensor import MappedFile
 from dunes.files import json_file
+from test_pickle_file import same
 
-CPU = torch.device("cpu")
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8),
     torch.bool,
 )
-
-
-def bits(tensor):
-    return tensor.detach().contiguous().flatten().view(torch.uint8)
 
 
 def pack(text, data=b"", length=None):
@@ -50,13 +45,10 @@ def test_every_dtype_is_read_bit_for_bit(tmp_path):
     save_file(made, path, {"format": "pt"})
     lazy = safetensors_file.tensors(path)
     assert lazy.keys() == made.keys()
+    same({name: lazy[name] for name in made}, made)
     for name, tensor in made.items():
-        read = lazy[name].read()
-        assert (lazy[name].shape, lazy[name].dtype) == (tensor.shape, tensor.dtype)
         assert lazy[name].nbytes == tensor.nbytes
         assert lazy[name].origin == f"model.safetensors: {name}"
-        assert (read.shape, read.dtype) == (tensor.shape, tensor.dtype)
-        assert torch.equal(bits(read), bits(tensor))
 
 
 def test_tensors_that_begin_at_odd_bytes_are_read(tmp_path):
@@ -146,40 +138,25 @@ BAD: dict[str, bytes] = {
     "shorter than 8 bytes": b"\2\0\0",
     "empty": b"",
     "header length 0": pack(b"", length=0) + b"{}",
-    "header length 7, junk": pack(b"junkjun"),
     "header length 2^63": pack(b"{}", length=1 << 63),
     "header of 99 MB in 100 bytes": pack(b"{".ljust(92), length=99_000_000),
     "header longer than 100 MB": pack(b"{}", length=100_000_001),
-    "no brace at the begin": pack(b'["a"]'),
-    "byte order mark": pack(b"\xef\xbb\xbf{}"),
     "bad UTF-8": pack(b'{"\xff\xfe":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', bytes(4)),
     "not JSON": pack(b'{"a":'),
-    "NaN": pack(b'{"a":{"dtype":"F32","shape":[NaN],"data_offsets":[0,4]}}', bytes(4)),
-    "infinity": pack(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,1e999]}}', bytes(4)),
-    "integer of 5,000 digits": pack(b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,4]}}'),
     "name twice": pack(b'{"a":%b,"a":%b}' % ((json.dumps(entry()).encode(),) * 2), bytes(4)),
     "name twice, once escaped": pack(b'{"a":%b,"\\u0061":%b}' % ((json.dumps(entry()).encode(),) * 2), bytes(4)),
     "field twice": pack(b'{"a":{"dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4]}}', bytes(4)),
     "metadata key twice": pack(b'{"__metadata__":{"a":"b","a":"b"}}'),
-    "metadata is a list": pack(b'{"__metadata__":[]}'),
-    "metadata of numbers": pack(b'{"__metadata__":{"a":1}}'),
     "deep metadata": pack(b'{"__metadata__":' + DEEP),
-    "missing field": pack({"a": {"dtype": "F32", "shape": [1]}}, bytes(4)),
     "entry is a list": pack({"a": ["F32", [1], [0, 4]]}, bytes(4)),
     "unknown dtype": pack({"a": entry(dtype="F31")}, bytes(4)),
-    "dtype is a number": pack({"a": entry(dtype=32)}, bytes(4)),
-    "shape is a number": pack({"a": entry() | {"shape": 1}}, bytes(4)),
-    "shape of a bool": pack({"a": entry(shape=(True,))}, bytes(4)),
-    "shape of a float": pack({"a": entry(shape=(1.0,))}, bytes(4)),
     "negative shape": pack({"a": entry(shape=(-1, -1))}, bytes(4)),
     "shape 2^40 x 2^40": pack({"a": entry(shape=(1 << 40, 1 << 40))}, bytes(4)),
     "product of 2^64": pack({"a": entry(0, 0, (1 << 32, 1 << 32))}),
     "product with 0": pack({"a": entry(0, 0, (0, 1 << 40, 1 << 40))}),
     "rank 9": pack({"a": entry(shape=(1,) * 9)}, bytes(4)),
     "offsets reversed": pack({"a": entry(4, 0)}, bytes(4)),
-    "one offset": pack({"a": entry() | {"data_offsets": [4]}}, bytes(4)),
     "negative offset": pack({"a": entry(-4, 0)}, bytes(4)),
-    "offsets of floats": pack({"a": entry(0.0, 4.0)}, bytes(4)),
     "size that is not shape times dtype": pack({"a": entry(0, 8)}, bytes(8)),
     "hole": pack({"a": entry(), "b": entry(8, 12)}, bytes(12)),
     "overlap": pack({"a": entry(0, 8, (2,)), "b": entry(4, 8)}, bytes(8)),
@@ -276,25 +253,11 @@ def test_five_thousand_mutants_raise_nothing_but_one_line(tmp_path):
     made = {"a.weight": torch.ones(3, 5), "b": torch.ones(4, dtype=torch.bfloat16), "c": torch.zeros(0)}
     made |= {"d": torch.ones(3, dtype=torch.bool), "e": torch.tensor(1)}
     save_file(made, path, {"format": "pt", "x": "é"})
-    whole, worst, kept, lines = path.read_bytes(), 0.0, 0, set()
-    before = measure.reset_peak_memory(CPU)
-    for _ in range(5_000):
-        data = mutant(chance, whole)
-        path.write_bytes(data)
-        begin = time.perf_counter()
-        try:
-            lazy = safetensors_file.tensors(path)
-        except ValueError as error:
-            lazy = None
-            lines.add(str(error))
-        worst = max(worst, time.perf_counter() - begin)
-        if lazy is not None:
-            kept += 1
-            for tensor in lazy.values():
-                assert tensor.read().nbytes == tensor.nbytes
-            assert sum(s.nbytes for s in lazy.values()) == len(data) - 8 - struct.unpack("<Q", data[:8])[0]
-    grown = measure.peak_memory(CPU) - before
-    print(f"5,000 mutants: {kept} legal, the slowest {1e3 * worst:.2f} ms, memory grew by {grown / 1e6:.1f} MB")
-    assert grown < 64 << 20
-    assert 0 < kept < 2_500
-    assert all(line.isprintable() for line in lines)
+    whole = path.read_bytes()
+
+    def read(path):
+        lazy, data = safetensors_file.tensors(path), path.read_bytes()
+        assert sum(s.nbytes for s in lazy.values()) == len(data) - 8 - struct.unpack("<Q", data[:8])[0]
+        return lazy
+
+    assert 0 < count_readable(read, path, (mutant(chance, whole) for _ in range(5_000))) < 2_500

@@ -182,23 +182,9 @@ def test_changed_weights_of_keys_and_values_count_with_a_cache(change):
 
 def test_what_has_heads_of_keys_is_refused():
     model = build(vocab=61, dim=64, depth=2, context_length=32, attention="latent")
-    refuses(
-        "attention=latent has no key/value heads; leave out kv=half",
-        build,
-        61,
-        64,
-        2,
-        32,
-        attention="latent",
-        kv="half",
-    )
-    refuses(
-        "blocks.0.attn: the cache of a LatentAttention cannot be quantized",
-        cache_for,
-        model,
-        1,
-        32,
-        format=CacheFormat(4),
-    )
+    words = "attention=latent has no key/value heads; leave out kv=half"
+    refuses(words, build, 61, 64, 2, 32, attention="latent", kv="half")
+    words = "blocks.0.attn: the cache of a LatentAttention cannot be quantized"
+    refuses(words, cache_for, model, 1, 32, format=CacheFormat(4))
     ids = torch.arange(20).view(2, 10)
     refuses("heads cannot be removed from a LatentAttention", apply_change, model, "narrow", heads=1, ids=ids)

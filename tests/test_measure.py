@@ -5,11 +5,12 @@ import subprocess
 import sys
 import threading
 from itertools import count
-from time import perf_counter, process_time, sleep
+from time import process_time, sleep
 
 import pytest
 import torch
 
+from conftest import eventually
 from dunes import cores, measure
 from dunes.checkpoint.weights.lazy_tensor import MappedFile
 from dunes.cores import share_cores
@@ -214,13 +215,13 @@ def test_threads_that_wait_go_to_sleep_soon_while_cores_are_wanted(monkeypatch):
     torch.rand(256, 256) @ torch.rand(256, 256)  # starts PyTorch's own
     share_cores()
     share_cores()
-    until(lambda: teams() == 0)  # the machine may be busy
+    assert eventually(lambda: teams() == 0)  # the machine may be busy
     before = set(os.listdir("/proc/self/task"))
     for _ in range(2):
         wanted.set()
-        until(lambda: teams() == 1 and len(started()) >= 1 + len(os.sched_getaffinity(0)))
+        assert eventually(lambda: teams() == 1 and len(started()) >= 1 + len(os.sched_getaffinity(0)))
         wanted.clear()
-        until(lambda: teams() == 0 and len(started()) <= 1)
+        assert eventually(lambda: teams() == 0 and len(started()) <= 1)
 
 
 @pytest.mark.parametrize("allowed", [0, 2])
@@ -248,13 +249,6 @@ def test_where_no_more_threads_are_to_be_had_nothing_fails(monkeypatch, allowed)
 def test_the_wait_of_a_thread_that_has_ended_hides_no_other():
     assert cores.waiting_seconds({"1": 5.0, "2": 1.0}, {"2": 1.5, "3": 0.25}) == 0.75
     assert cores.waiting_seconds({"1": 5.0}, {"1": 0.5}) == 0, "another one with its number"
-
-
-def until(true, seconds=20):
-    end = perf_counter() + seconds
-    while not true():
-        assert perf_counter() < end
-        sleep(0.01)
 
 
 @pytest.mark.parametrize("told", [True, False])

@@ -4,6 +4,7 @@ import importlib
 import re
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -129,7 +130,12 @@ def test_autocast_casts_what_the_operation_says_and_is_off_inside():
 
 
 def test_kernels_get_real_tensors_alone():
-    @ops.operation("dunes_tests::kernel", reference=torch.exp, backward=exp_backward, kernels=Works())
+    @ops.operation(
+        "dunes_tests::kernel",
+        reference=torch.exp,
+        backward=exp_backward,
+        kernels=SimpleNamespace(missing=lambda device: None),
+    )
     def kernel(x: Tensor) -> Tensor:
         assert type(x) is Tensor
         return x.exp()
@@ -149,18 +155,10 @@ def test_second_derivatives_are_refused_and_transforms_take_the_reference():
         assert torch.equal(torch.func.vmap(exp)(x), x.exp())
 
 
-class Fails:
-    def missing(self, device):
-        return "there is no such device"
-
-
-class Works:
-    def missing(self, device):
-        return None
-
-
 def test_where_kernels_are_missing_the_reference_is_computed_and_one_line_says_so():
-    @ops.operation("dunes_tests::absent", reference=torch.exp, backward=exp_backward, kernels=Fails())
+    fails = SimpleNamespace(missing=lambda device: "there is no such device")
+
+    @ops.operation("dunes_tests::absent", reference=torch.exp, backward=exp_backward, kernels=fails)
     def absent(x: Tensor) -> Tensor:
         raise AssertionError
 
@@ -222,7 +220,7 @@ def test_what_is_wrong_is_named(fault, only):
     wrong, message = (WRONG_FORWARDS | WRONG_BACKWARDS)[fault]
     of_backward, reference = fault in WRONG_BACKWARDS, REFERENCES.get(fault, plain_exp)
     only(message.partition(":")[0] if ": " in message else "float32")
-    form = (lambda_exp(), wrong) if of_backward else (wrong, None)
+    form = (plain_exp, wrong) if of_backward else (wrong, None)
     op = faulty(*form, reference, compiled="reference")
     refuses(re.escape(message).replace("_N", r"_\d+"), quick, op, [leaf(3, 4).requires_grad_(of_backward)])
 
@@ -233,16 +231,9 @@ def only(monkeypatch):
     return lambda *names: monkeypatch.setattr(check_module, "ROWS", {n: check_module.ROWS[n] for n in names})
 
 
-def lambda_exp():
-    def forward(x: Tensor) -> Tensor:
-        return x.exp()
-
-    return forward
-
-
 def test_a_wrong_fake_form_is_found(only):
     only("opcheck")
-    op = faulty(lambda_exp(), exp_backward, fake=lambda x: x.new_empty(2, 2))
+    op = faulty(plain_exp, exp_backward, fake=lambda x: x.new_empty(2, 2))
     refuses("opcheck: ", quick, op, [leaf(3, 4)])
 
 
@@ -271,12 +262,12 @@ def test_definitions_that_cannot_be_right_are_refused():
         (untyped, exp_backward),
         (nothing, lambda grad: (grad,)),
         (listed, lambda grads, outputs: grads[0] * outputs[0]),
-        (lambda_exp(), lambda gard: gard),
-        (lambda_exp(), lambda grad, kept: grad),
+        (plain_exp, lambda gard: gard),
+        (plain_exp, lambda grad, kept: grad),
     ):
         refuses("dunes_tests::faulty", faulty, forward, backward)
-    refuses("has no backward", faulty(lambda_exp(), None, compiled="reference"), leaf(2))
-    refuses("2 gradients", faulty(lambda_exp(), lambda grad, output: (grad, output))(leaf(3)).sum().backward)
+    refuses("has no backward", faulty(plain_exp, None, compiled="reference"), leaf(2))
+    refuses("2 gradients", faulty(plain_exp, lambda grad, output: (grad, output))(leaf(3)).sum().backward)
     refuses("give reference=", quick, plain_exp, [leaf(2)])
 
 

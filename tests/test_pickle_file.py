@@ -8,7 +8,6 @@ import re
 import struct
 import subprocess
 import sys
-import time
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -17,11 +16,9 @@ import pytest
 import torch
 
 import dunes
-from conftest import refused, refuses
-from dunes import measure
+from conftest import count_readable, refused, refuses
 from dunes.checkpoint.weights import pickle_file
 
-CPU = torch.device("cpu")
 FORMATS = {"zip": {}, "legacy": {"_use_new_zipfile_serialization": False}, "protocol 4": {"pickle_protocol": 4}}
 
 
@@ -129,7 +126,7 @@ def pairs(**values):
     return b"}(" + b"".join(text(k) + v for k, v in values.items()) + b"u"
 
 
-ORDERED = call("collections", "OrderedDict")
+ORDERED, REBUILD = call("collections", "OrderedDict"), ("torch._utils", "_rebuild_tensor_v2")
 
 
 def storage(kind="FloatStorage", key="0", count=4, legacy=False, pid=None):
@@ -140,7 +137,7 @@ def storage(kind="FloatStorage", key="0", count=4, legacy=False, pid=None):
 def tensor(held=None, offset=0, size=(4,), stride=(1,), grad=b"\x89", hooks=ORDERED, more=()):
     sizes, strides = (tup(*map(number, values)) for values in (size, stride))
     parts = (storage() if held is None else held, number(offset), sizes, strides, grad, hooks, *more)
-    return call("torch._utils", "_rebuild_tensor_v2", *parts)
+    return call(*REBUILD, *parts)
 
 
 def entry(name, data, prefix="archive"):
@@ -188,14 +185,7 @@ def test_assembled_files_are_valid_until_a_test_changes_them(tmp_path):
 
 # Programs that make the canary if they are run, or would do other harm.
 
-OF_SHELL = (
-    "os.system",
-    "posix.system",
-    "nt.system",
-    "os.popen",
-    "subprocess.getoutput",
-    "torch.serialization.system",
-)
+OF_SHELL = ("os.system", "posix.system", "subprocess.getoutput", "torch.serialization.system")
 OF_CODE = ("builtins.exec", "builtins.eval", "__builtin__.eval", "marshal.loads", "importlib.import_module")
 OF_PATHS = (
     *("builtins.open", "pip.main", "runpy.run_path", "ctypes.CDLL", "torch.load", "torch.hub.load"),
@@ -213,21 +203,14 @@ def programs(canary):
     sh = b"](" + text("sh") + text("-c") + shell + b"e"
     system, run = word("os", "system"), tup(shell) + b"R"
     imported = call("builtins", "__import__", text("os"))
-    compiled = call("builtins", "compile", code, text("x"), text("exec"))
     short = lambda value: b"\x8c" + bytes([len(value)]) + value.encode()
     return {
         **{name: named(name, shell) for name in OF_SHELL},
         **{name: named(name, code) for name in OF_CODE},
         **{name: named(name, text(str(canary))) for name in OF_PATHS},
-        "os.execvp": call("os", "execvp", text("sh"), sh),
         "subprocess.Popen": call("subprocess", "Popen", sh),
         "builtins.__import__": imported + b"0" + call("os", "system", shell),
         "builtins.getattr": call("builtins", "getattr", imported, text("system")) + run,
-        "builtins.compile": call("builtins", "exec", compiled),
-        "pip._internal.main": call("pip._internal", "main", b"](" + text("help") + b"e"),
-        "runpy": call("runpy", "_run_code", compiled, b"}"),
-        "timeit": call("timeit", "timeit", text("pass"), code),
-        "bdb": b"\x80\4" + call("bdb", "Bdb.run", call("bdb", "Bdb"), code),
         "operator.attrgetter": call("operator", "attrgetter", text("system")) + tup(imported) + b"R" + run,
         "functools.partial": call("functools", "partial", system, shell) + b")R",
         "pathlib": b"\x80\4" + call("pathlib", "Path.touch", call("pathlib", "PosixPath", text(str(canary)))),
@@ -250,7 +233,6 @@ def programs(canary):
         "STACK_GLOBAL, no text": b"K\1K\2\x93",
         "STACK_GLOBAL, split": short("torch") + short("_utils._rebuild_tensor_v2") + b"\x93" + tup() + b"R",
         "EXT1": b"\x82\1" + tup(shell) + b"R",
-        "EXT4": b"\x84\1\0\0\0",
         "BUILD with __setstate__": ORDERED + pairs(__setstate__=system) + b"b" + shell + b"b",
         "BUILD with __class__": pairs(a=tensor()) + pairs(__class__=word("collections", "OrderedDict")) + b"b",
         "BUILD with slots": pairs(a=tensor()) + tup(b"N", pairs(__dict__=b"}")) + b"b",
@@ -265,9 +247,9 @@ def programs(canary):
 
 
 RUN = [
-    *("os.system", "posix.system", "builtins.exec", "builtins.eval", "builtins.getattr", "builtins.compile"),
-    *("INST", "OBJ", "STACK_GLOBAL", "STACK_GLOBAL, dotted", "memo, then called", "timeit", "runpy", "pathlib"),
-    *("functools.partial", "operator.attrgetter", "bdb", "torch.os", "BUILD with __setstate__"),
+    *("os.system", "posix.system", "builtins.exec", "builtins.eval", "builtins.getattr", "torch.os"),
+    *("INST", "OBJ", "STACK_GLOBAL", "STACK_GLOBAL, dotted", "memo, then called", "pathlib"),
+    *("functools.partial", "operator.attrgetter", "BUILD with __setstate__"),
 ]
 
 
@@ -311,23 +293,16 @@ def outside(kind, count=b"K\4", *more):
     return tup(text("storage"), kind, text("0"), text("cpu"), count, *more)
 
 
-def rebuilt(*arguments):
-    return call("torch._utils", "_rebuild_tensor_v2", *arguments)
-
-
 BODIES = {
     "OrderedDict of something": call("collections", "OrderedDict", b"]"),
     "torch.Size of text": call("torch", "Size", text("x")),
-    "torch.Size of nothing": call("torch", "Size"),
-    "tensor of nothing": call("torch._utils", "_rebuild_tensor_v2"),
-    "tensor of a list": word("torch._utils", "_rebuild_tensor_v2") + b"]R",
-    "tensor of five": call("torch._utils", "_rebuild_tensor_v2", *[b"N"] * 5),
-    "tensor of none": call("torch._utils", "_rebuild_tensor_v2", *[b"N"] * 6),
+    "tensor of nothing": call(*REBUILD),
+    "tensor of a list": word(*REBUILD) + b"]R",
+    "tensor of none": call(*REBUILD, *[b"N"] * 6),
     "tensor with hooks": tensor(hooks=pairs(a=b"N")),
     "tensor with metadata": tensor(more=(pairs(a=b"N"),)),
     "tensor with an odd grad": tensor(grad=b"K\1"),
     "tensor without storage": tensor(held=text("0")),
-    "parameter of nothing": call("torch._utils", "_rebuild_parameter"),
     "parameter of a number": call("torch._utils", "_rebuild_parameter", b"K\1", b"\x89", ORDERED),
     "a storage is called": call("torch", "FloatStorage", b"K\4"),
     "text is called": text("os.system") + b")R",
@@ -335,7 +310,7 @@ BODIES = {
     "persistent id is text": text("0") + b"Q",
     "persistent id of a module": tup(text("module"), text("a"), text("b"), text("c")) + b"Q",
     "persistent id too short": tup(text("storage"), word("torch", "FloatStorage")) + b"Q",
-    "storage of a function": storage(pid=outside(word("torch._utils", "_rebuild_tensor_v2"))),
+    "storage of a function": storage(pid=outside(word(*REBUILD))),
     "storage of text": storage(pid=outside(text("FloatStorage"))),
     "storage of True numbers": storage(pid=outside(word("torch", "FloatStorage"), b"\x88")),
     "storage of -1 numbers": pairs(a=tensor(storage(count=-1))),
@@ -353,8 +328,7 @@ BODIES = {
     "sizes of 2^62": pairs(a=tensor(size=(1 << 62,))),
     "sizes of 2^40 x 2^40": pairs(a=tensor(size=(1 << 40, 1 << 40), stride=(0, 0))),
     "0 x 2^62": pairs(a=tensor(size=(0, 1 << 62), stride=(1, 1))),
-    "size of True": rebuilt(storage(), b"K\0", b"\x88\x85", b"K\1\x85", b"\x89", ORDERED),
-    "rank 1,000": pairs(a=tensor(size=(1,) * 1000, stride=(1,) * 1000)),
+    "size of True": call(*REBUILD, storage(), b"K\0", b"\x88\x85", b"K\1\x85", b"\x89", ORDERED),
     "rank 9": pairs(a=tensor(size=(1,) * 9, stride=(1,) * 9)),
     "a stride too few": pairs(a=tensor(size=(2, 2), stride=(1,))),
     "zero stride": pairs(a=tensor(size=(3,), stride=(0,))),
@@ -394,7 +368,6 @@ BODIES = {
     "key without value": b"}(" + text("a") + b"u",
     "key twice": b"}(" + (text("a") + tensor()) * 2 + b"u",
     "key is a bool": b"}\x88" + tensor() + b"s",
-    "key is a float": b"}G" + bytes(8) + tensor() + b"s",
     "SETITEM on a list": b"]" + text("a") + b"Ns",
     "APPEND on a dict": b"}Na",
     "a list of tensors": b"]" + tensor() + b"a",
@@ -409,7 +382,6 @@ BODIES = {
     "name of 513 bytes": b"}" + text("x" * 513) + tensor() + b"s",
     "name is empty": b"}" + text("") + tensor() + b"s",
     "protocol 0": b"(dp0\nS'a'\nI1\ns",
-    "an unknown opcode": b"\xff",
 }
 
 
@@ -512,10 +484,7 @@ FILES = {
     "TorchScript": lambda: archive(program(call("__torch__.a", "B")), entry("constants.pkl", b"")),
     "junk": lambda: b"hello" * 100,
     "no bytes": lambda: b"",
-    "a safetensors file": lambda: struct.pack("<Q", 2) + b"{}",
-    "a tar": lambda: b"sys_info".ljust(512, b"\0"),
     "a plain pickle": lambda: pickle.dumps({"a": 1}, 2),
-    "a gzip": lambda: b"\x1f\x8b" + bytes(50),
     "legacy: wrong magic": lambda: in_legacy(LEGACY, magic=0x1950A86A20F9469CFC6D),
     "legacy: big endian": lambda: in_legacy(b"}", system={"little_endian": False}),
     "legacy: no system": lambda: in_legacy(b"}", system=[]),
@@ -524,7 +493,6 @@ FILES = {
     "legacy: key twice": lambda: in_legacy(LEGACY, keys=("0", "0")),
     "legacy: key is a number": lambda: in_legacy(LEGACY, keys=(0,)),
     "legacy: other count": lambda: in_legacy(LEGACY, struct.pack("<q", 3) + bytes(16)),
-    "legacy: negative count": lambda: in_legacy(LEGACY, struct.pack("<q", -1) + bytes(16)),
     "legacy: 2^58 numbers": lambda: in_legacy(
         pairs(a=tensor(storage(count=1 << 58, legacy=True), size=(1 << 58,))),
         struct.pack("<q", 1 << 58) + bytes(16),
@@ -587,30 +555,17 @@ def test_five_hundred_mutants_raise_nothing_but_one_line(tmp_path):
         inner = file.read("archive/data.pkl")
     inner = [inner, *map(program, programs(canary).values())]
     opcodes = pickle_file._ALLOWED + b"}bioP\x81\x92\x82"
-    worst, kept, lines = 0.0, 0, set()
-    floor = measure.reset_peak_memory(CPU)
-    for turn in range(500):
+
+    def mutant(turn):
         texts = whole if turn % 2 == 0 else inner if turn % 4 == 3 else inner[:1]
         data = bytearray(chance.choice(texts))
         for _ in range(chance.randint(1, 4)):
             at = chance.randrange(len(data))
             new = (bytes([chance.randrange(256)]), bytes([chance.choice(opcodes)]), data[at : at + 9] * 2, b"")
             data[at : at + chance.randrange(3)] = chance.choice(new)
-        path.write_bytes(archive(bytes(data), entry("data/1", bytes(8)), data=bytes(24)) if turn % 2 else data)
-        begin = time.perf_counter()
-        try:
-            lazy = pickle_file.tensors(path)
-            kept += 1
-        except ValueError as error:
-            lazy = {}
-            lines.add(str(error))
-        worst = max(worst, time.perf_counter() - begin)
-        assert all(stored.read().nbytes == stored.nbytes for stored in lazy.values())
-    grown = measure.peak_memory(CPU) - floor
-    print(f"500 mutants: {kept} legal, slowest {1e3 * worst:.2f} ms, memory grew by {grown / 1e6:.1f} MB")
-    assert all(line.isprintable() for line in lines)
-    assert 0 < kept < 250
-    assert grown < 64 << 20
+        return archive(bytes(data), entry("data/1", bytes(8)), data=bytes(24)) if turn % 2 else data
+
+    assert 0 < count_readable(pickle_file.tensors, path, map(mutant, range(500))) < 250
     assert not canary.exists()
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from adapters import trained
 from conftest import display, refuses
 from dunes import checkpoint
 from dunes.augment import attach
@@ -30,9 +31,9 @@ from dunes.runs.finetune_data import FinetuneData
 from dunes.runs.saving import METRICS, read_metrics
 from dunes.text import Tokenizer, templates
 from dunes.train.loss import dpo_loss, next_token_loss, orpo_loss
-from test_finetune import ALL, base_in, finetuned
+from test_finetune import ALL, base_in, finetuned, stopped
 from test_ranks import run_ranks
-from test_runs import assert_same_training, stopping_at
+from test_runs import assert_same_training
 
 VOCAB, CONTEXT = 60, 24
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
@@ -383,10 +384,7 @@ def test_dropout_of_the_model_is_off_and_of_adapters_on():
     assert dpo_loss(model, batch)[0].item() == pytest.approx(4 * math.log(2), abs=1e-5)
     assert module.read(model, CONTEXT) == made
     attach(model, rank=2, dropout=0.5)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if name.endswith(".B"):
-                p.normal_()
+    trained(model)
     first, second = (dpo_loss(model, batch)[0].item() for _ in range(2))
     assert first != second
 
@@ -515,26 +513,24 @@ def test_orpo_needs_no_reference_and_resumes_bit_for_bit(method, bases, rows, tm
     assert f"{measured['before']:.4f} before, {measured['loss']:.4f} after" in out.getvalue()
     assert lines[-1]["metrics"]["accuracy"] > lines[0]["metrics"]["accuracy"]
     assert lines[-1]["metrics"]["chosen_loss"] < lines[0]["metrics"]["chosen_loss"]
+    assert_resumes(config, tmp_path, monkeypatch)
+
+
+def assert_resumes(config, folder, monkeypatch):
+    """The run in "straight" is one that is stopped and resumed, which reads what the reference said."""
+    stopped(config, folder / "halves", 7, monkeypatch)
     with monkeypatch.context() as patch:
-        stopping_at(7, patch)
-        assert finetune(config, tmp_path / "halves", display()[0]) == 130
-    assert finetune(FinetuneConfig(), tmp_path / "halves", display()[0], resume=True) == 0
-    file = "model.safetensors" if method == "full" else "adapter_model.safetensors"
-    assert_same_training(tmp_path / "straight", tmp_path / "halves", file)
+        patch.setattr(finetune_module, "reference_logprobs", None)
+        assert finetune(FinetuneConfig(), folder / "halves", display()[0], resume=True) == 0
+    file = "model.safetensors" if METHODS[config.method].saves_model else "adapter_model.safetensors"
+    assert_same_training(folder / "straight", folder / "halves", file)
 
 
 @pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.slow)])
 def test_stopped_and_resumed_is_straight_bit_for_bit(method, bases, rows, tmp_path, monkeypatch):
     config = asked(bases, rows, method=method, steps=14, lr=0.001)
     finetuned(config, tmp_path / "straight")
-    with monkeypatch.context() as patch:
-        stopping_at(7, patch)
-        assert finetune(config, tmp_path / "halves", display()[0]) == 130
-    with monkeypatch.context() as patch:  # it is read, not computed anew
-        patch.setattr(finetune_module, "reference_logprobs", None)
-        assert finetune(FinetuneConfig(), tmp_path / "halves", display()[0], resume=True) == 0
-    file = "model.safetensors" if method == "full" else "adapter_model.safetensors"
-    assert_same_training(tmp_path / "straight", tmp_path / "halves", file)
+    assert_resumes(config, tmp_path, monkeypatch)
     other = FinetuneConfig(beta=0.2)  # as the command has it, without the stored objective
     attempt = lambda: finetune(other, tmp_path / "halves", display()[0], resume=True, asked=["beta"])
     refuses("beta was 0.1, now 0.2", attempt)

@@ -76,10 +76,10 @@ def no_compiler(monkeypatch, home):
     monkeypatch.setattr(step_package, "why_not_compiled", lambda: "no C++ compiler; install g++ or clang")
 
 
-def model_of(family="llama", seed=0, depth=2, **changes):
+def model_of(family="llama", seed=0, depth=2, vocab=300, **changes):
     torch.manual_seed(seed)
     module = FAMILIES[family]
-    config = module.Config.from_size(vocab=300, dim=64, depth=depth, context_length=64)
+    config = module.Config.from_size(vocab=vocab, dim=64, depth=depth, context_length=64)
     model = module.build(type(config)(**{**vars(config), **changes})).eval()
     for parameter in model.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)

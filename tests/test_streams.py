@@ -137,12 +137,16 @@ def cleaning(folder, *arguments, ignored=()):
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_a_command_without_leaving_half_a_folder(number, tmp_path):
-    process = cleaning(tmp_path)
+def assert_ends(process, number, status):
+    """This signal ends the process with this status and without a word."""
     process.send_signal(number)
     assert process.communicate(timeout=20) == (None, b"")
-    assert process.returncode == 128 + number
+    assert process.returncode == status
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_command_without_leaving_half_a_folder(number, tmp_path):
+    assert_ends(cleaning(tmp_path), number, 128 + number)
     assert {path.name for path in tmp_path.iterdir()} == {"ready"}
 
 
@@ -151,9 +155,7 @@ def test_a_second_signal_ends_a_command_at_once(number, tmp_path):
     process = cleaning(tmp_path, "slow")
     process.send_signal(signal.SIGTERM)
     assert eventually((tmp_path / "cleaning").exists)
-    process.send_signal(number)
-    assert process.communicate(timeout=20) == (None, b"")
-    assert process.returncode == -number
+    assert_ends(process, number, -number)
 
 
 def test_a_hangup_that_was_ignored_at_the_start_stays_ignored(tmp_path):
@@ -191,7 +193,5 @@ def test_a_signal_during_an_import_is_not_lost_in_it(number, module, tmp_path):
     script = f"import sys; sys.path.insert(0, ''); {CALLS[module]}"
     process = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, stderr=subprocess.PIPE)
     assert eventually((tmp_path / "ready").exists)
-    process.send_signal(number)
-    assert process.communicate(timeout=20) == (None, b"")
-    assert process.returncode == 128 + number
+    assert_ends(process, number, 128 + number)
     assert not (tmp_path / "swallowed").exists()
