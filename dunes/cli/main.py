@@ -15,6 +15,7 @@ from typing import Any
 
 from dunes import __version__
 from dunes.cli.command import LateCommand, run, with_trust
+from dunes.cli.hints import check_options
 from dunes.cli.process import exit_with
 
 VERBS = {
@@ -46,6 +47,7 @@ def run_command(arguments: Sequence[str]) -> int:
         return 0
     if verb in GROUPS:
         return int(resolve_name(f"dunes.cli.{GROUPS[verb]}")(arguments[1:]))
+    check_options(verb, arguments)
     return run("dunes", ABOUT, {verb: LateCommand(partial(_load, verb)) for verb in VERBS}, arguments)
 
 
