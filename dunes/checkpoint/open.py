@@ -120,9 +120,8 @@ def is_model_folder(folder: Path) -> bool:
 def explain(path: Path) -> str:
     """One sentence that explains why a path is no model folder, with a remedy."""
     if not os.path.lexists(path):
-        is_name = str(path) in MODELS or NAME.fullmatch(str(path))
-        remedy = f"; a model by name is in checkpoint.locate_model({str(path)!r}).folder" if is_name else ""
-        return f"{path}: no such folder{remedy}"
+        remedy = "; for a model's name, checkpoint.locate_model(NAME).folder is its folder"
+        return f"{path}: no such folder{remedy if str(path) in MODELS or NAME.fullmatch(str(path)) else ''}"
     if not path.is_dir():
         return f"{path}: a file, not a model folder; pass a model folder"
     if (path / ADAPTER).is_file():

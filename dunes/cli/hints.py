@@ -12,7 +12,6 @@ OPTIONS = {
     "--rank": "lora-r lora-rank",
     "--alpha": "lora-alpha",
     "--dtype": "precision quantization-method",
-    "--method qlora": "load-in-4bit",
     "--out": "out-dir output-dir",
     "--data (in train: SOURCE)": "dataset dataset-name train-data train-file json-path",
     "SOURCE without an option": "train:data eval:data",
