@@ -29,7 +29,7 @@ def main(base: str, data: str, epochs: float = 3.0, out: str = "runs/alpaca-lora
     engine = load_chat_engine(out)
     for question in QUESTIONS:
         print(f"\n{question}\n  {''.join(engine.answer((Turn('user', question),), sampler(0.0), 60))}")
-    print(export(Path(out), Path(f"{out}-merged")))
+    print(*export(Path(out), Path(f"{out}-merged")).lines(), sep="\n")
     print(f"merged model: {out}-merged")
     return 0
 

@@ -215,18 +215,14 @@ def test_an_adapter_that_would_not_be_what_was_trained_is_refused(case, made):
     refuses(str(folder), checkpoint.load, folder)
 
 
-def test_a_change_on_the_disk_is_seen(made):
-    folder, _ = made
-    words(r=2)(folder)
-    refuses("not the bytes that were written", checkpoint.load, folder)
-
-
-def test_what_takes_whole_models_says_what_to_do(made, tmp_path):
+def test_what_takes_whole_models_and_what_changed_on_the_disk_is_refused(made, tmp_path):
     folder, _ = made
     refuses("merge it first: dunes augment merge", lambda: convert(open_verified_model(folder), tmp_path / "out"))
     assert checkpoint.describe(folder).family == "llama"
     assert checkpoint.describe(folder).card["template"] == "chatml"
     assert not (tmp_path / "out").exists()
+    words(r=2)(folder)
+    refuses("not the bytes that were written", checkpoint.load, folder)
 
 
 def rounded_base(folder, dtype=torch.bfloat16):

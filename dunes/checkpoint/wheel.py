@@ -52,7 +52,7 @@ def fetch_model(name: str) -> Path:
     OSError if the disk is full.
     """
     model = MODELS[name]
-    path = atomic.cache_home() / "models" / Path(model.file).name
+    path = cached_path(name)
     if _is_intact(path, model):
         return path
     with atomic.add_path_to_errors(path):
@@ -62,6 +62,11 @@ def fetch_model(name: str) -> Path:
                 atomic.replace_file(path, lambda staged: _install(name, model, staged))
                 print(f"{name}: {path}", file=sys.stderr)
     return path
+
+
+def cached_path(name: str) -> Path:
+    """Path of a MODELS entry's file in the user's cache folder; the file may be missing or damaged."""
+    return atomic.cache_home() / "models" / Path(MODELS[name].file).name
 
 
 def _is_intact(path: Path, model: PackagedModel) -> bool:

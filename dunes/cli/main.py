@@ -17,7 +17,7 @@ from typing import Any
 
 from dunes.cli import GROUPS, VERBS
 from dunes.cli.command import LateCommand, run, with_trust
-from dunes.cli.other_flags import refuse_other_flags
+from dunes.cli.hints import check_options
 from dunes.cli.process import exit_with
 
 OPENS_NO_MODEL = ("doctor", "help")
@@ -48,7 +48,7 @@ def run_command(arguments: Sequence[str]) -> int:
             raise ValueError(f"--completion {' '.join(arguments[1:])}: expected bash, zsh or fish")
         print(Path(__file__).with_name(f"completion.{arguments[1]}").read_text(), end="")
         return 0
-    refuse_other_flags(verb, arguments[1:])
+    check_options(verb, arguments[1:])
     if verb in GROUPS:
         module = import_module(f"dunes.cli.{GROUPS[verb]}")
         return run(f"dunes {verb}", module.ABOUT, module.commands(), arguments[1:])

@@ -96,7 +96,7 @@ def _run(
     if not options.dry_run:
         drop_lost_output()
     if out is None and not options.dry_run:
-        raise ValueError("--out is missing; pass a folder for the run")
+        raise ValueError("--out is missing; pass a folder for the run, with --resume too: --out RUN --resume")
     from dunes.measure import ranks
     from dunes.progress import Display
     from dunes.runs.saving import was_started_by_job

@@ -426,7 +426,9 @@ def export(
     model: Model,
     out: Out,
     *,
-    to: Annotated[str, flag("FORMAT", "hf", f"Format: hf (Hugging Face), {_LISTED}.")] = "hf",
+    to: Annotated[
+        str | None, flag("FORMAT", "by OUT's suffix, else hf", f"Format: hf (Hugging Face), {_LISTED}.")
+    ] = None,
     dtype: Annotated[
         Dtype | Blocks | None, flag("|".join(get_args(Dtype) + get_args(Blocks)), "as stored")
     ] = None,
@@ -443,6 +445,7 @@ def export(
         example: With cpp or onnx, the input sizes (with batch size) of a network that is no language model.
     """
     drop_lost_output()
+    to = to or next((name for name, form in FORMATS.items() if out.suffix == form.suffix != ""), "hf")
     check_choice(to, dtype)
     from dunes import checkpoint
     from dunes.checkpoint.export import check_example, write_format

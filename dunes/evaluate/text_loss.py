@@ -188,7 +188,8 @@ def evaluation_tokens(loaded: LoadedModel, sources: Sequence[str] = (), **option
     tokenizer, trained = loaded.require_tokenizer(), trained_text(loaded.card)
     if sources:
         corpus = collect_corpus(sources, **options)  # all text, on either side of the split
-        return _ids(tokenizer, corpus.valid + corpus.train, "all", trained, 0), len(corpus.documents)
+        files = len({document.path for document in corpus.documents})  # a file of records is two documents
+        return _ids(tokenizer, corpus.valid + corpus.train, "all", trained, 0), files
     corpus = split_documents(loaded.card, **options)
     tails = corpus.split == "tails"
     documents = corpus.train if tails else corpus.valid

@@ -146,7 +146,8 @@ def _refuse(differences: Mapping[str, str], config: RunConfig, folder: Path, ove
     """Raise ValueError if a field in `differences` is neither in FREE nor in both OVERRIDABLE and `override`."""
     refused = {name: text for name, text in differences.items() if name not in config.FREE}
     if fixed := refused.keys() - ({*override} & {*config.OVERRIDABLE}):
-        remedy = "" if fixed - {*config.OVERRIDABLE} else f", or pass --override {' '.join(refused)}"
+        override = f", or pass --override {' '.join(refused)}"
+        remedy = "; --steps may change" if fixed - {*config.OVERRIDABLE} else override
         texts = "; ".join(text for name, text in refused.items() if name in fixed)
         raise ValueError(f"{folder}: cannot resume: {texts}; choose another --out{remedy}")
 

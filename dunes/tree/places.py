@@ -116,8 +116,8 @@ def find(model: nn.Module, where: Where = "**", kind: Kind = anything) -> list[P
     """
     selected = [p for p in places(model) if matches(where, p.name) and kind(p.module)]
     if not selected:
-        names = ", ".join(p.name for p in places(model) if kind(p.module)) or "none"
-        raise ValueError(f"{where!r} selects nothing; the places of that kind are: {names[:300]}")
+        globs = dict.fromkeys(re.sub(r"\b\d+\b", "*", p.name) for p in places(model) if kind(p.module))
+        raise ValueError(f"{where!r} selects nothing; expected: {', '.join(globs)[:300] or 'none'}")
     return selected
 
 
