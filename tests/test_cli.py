@@ -1,5 +1,6 @@
 """The command, as a person types it."""
 
+import inspect
 import io
 import os
 import re
@@ -7,6 +8,7 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import get_args
 
 import pytest
@@ -16,6 +18,7 @@ from dunes import checkpoint
 from dunes.bench.subject import of_shape
 from dunes.cli import hints
 from dunes.cli import main as cli
+from dunes.cli.user_config import REPEATED
 from dunes.completion.completer import FolderCompleter
 from dunes.generate import sampler
 from dunes.inference.text_generator import TextGenerator
@@ -221,7 +224,7 @@ def test_a_users_file_counts_less_than_flags_and_than_what_a_run_recorded(
     assert cli.run_command(["train", *options.split(), "--out", "r", "--dry-run"]) == 0
     ((run, named),) = runs
     assert (run.minutes, run.threads, run.complete) == expected
-    assert (named["asked"], named["track"]) == (asked, ("tensorboard",))
+    assert (named["asked"], named["track"]) == (asked, ("tensorboard", "wandb"))
     assert capsys.readouterr().out.startswith(f"from {user_file}: --")
 
 
@@ -244,5 +247,13 @@ def test_a_mistake_in_a_users_file_is_named_with_its_path(text, arguments, user_
 def test_help_shows_pages_and_verbs_and_names_the_nearest(command):
     assert "\ncommand                 Set up the command\n" in command("help")[1]
     assert command("help", "command")[1].strip() == PAGE.read_text().strip()
-    assert "--kind" in command("help", "augment", "quantize")[1]
+    with pytest.raises(SystemExit, match="0"):
+        command("help", "augment", "quantize")
     refuses_command("quantization", command("help", "quantisation"))
+
+
+def test_the_flags_that_are_repeated_are_known_to_the_users_file():
+    commands = [resolve_name(f"dunes.cli.{path}") for path in (*cli.VERBS.values(), "training:RunOptions")]
+    parameters = [p for command in commands for p in inspect.signature(command).parameters.values()]
+    repeated = {p.name for p in parameters if "UseAppendAction" in str(getattr(p.annotation, "__metadata__", ""))}
+    assert repeated == REPEATED

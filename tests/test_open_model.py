@@ -315,7 +315,7 @@ def test_a_server_compiles_the_step_of_a_large_model(run, monkeypatch):
     monkeypatch.setattr("dunes.generate.decode_packages.why_not_compiled", lambda: "")
     served = LoadedFolder(run, "run", (), print)
     served.completer.complete(*PLACE, CompleteOptions(width=1))
-    served.batch._find_step()
+    served.batch.find_step()
     assert processes == [run], "started once, for lines and texts"
 
 

@@ -16,13 +16,12 @@ OPTIONS = {
     "--out": "out-dir output-dir",
     "--data (in train: SOURCE)": "dataset dataset-name train-data train-file json-path",
     "SOURCE without an option": "train:data eval:data",
-    "MODEL without an option (in train: --from)": "model-name model-name-or-path checkpoint-dir train:model finetune:model "
-    "generate:model chat:model eval:model",
-    "MODEL without an option (smollm2, a file or a folder)": "serve:m serve:model serve:hf serve:hf-repo serve:fim-*",
+    "MODEL without an option (in train: --from)": "model model-name model-name-or-path checkpoint-dir",
+    "MODEL without an option (smollm2, a file or a folder)": "serve:m serve:hf serve:hf-repo serve:fim-*",
     "OUT without an option": "convert:out export:out",
     "the text without an option": "generate:prompt chat:prompt",
-    "nothing (it is not needed)": "serve:[ctb] serve:ctx-size serve:*batch-size serve:threads serve:n*gl* serve:*gpu-layers "
-    "serve:fa serve:flash-attn serve:np serve:parallel serve:cache-reuse",
+    "nothing (it is not needed)": "serve:[ctb] serve:ctx-size serve:*batch-size serve:threads serve:parallel "
+    "serve:n[gp]* serve:*gpu-layers serve:fa serve:flash-attn serve:cache-reuse",
     "--port": "serve:p",
     "--adapter FOLDER": "serve:lora",
     "the variable DUNES_API_KEY": "serve:api-key",

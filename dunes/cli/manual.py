@@ -1,8 +1,6 @@
 """`dunes help`: the pages of the documentation and the help of verbs, in a pager."""
 
 import os
-from contextlib import redirect_stdout, suppress
-from io import StringIO
 from pathlib import Path
 from typing import Annotated
 
@@ -25,23 +23,19 @@ def show_help(
     from rich.console import Console
     from rich.markdown import Markdown
 
+    from dunes.cli.main import run_command
+
+    if topic and topic[0] in VERBS:
+        run_command([*topic, "--help"])  # prints the help, and raises SystemExit
     name, pages, console = " ".join(topic), topics(), Console(highlight=False)
-    if not topic:
-        titles = [
-            f"{page:24}{path.read_text('utf-8').partition('# ')[2]}".splitlines()[0]
-            for page, path in pages.items()
-        ]
-        shown: str | Markdown = "\n".join([*titles, f"\nverbs: {' '.join(VERBS)}"])
-    elif topic[0] in VERBS:
-        shown = _verb_help(topic)
-    elif name in pages:
-        text = pages[name].read_text("utf-8")
-        shown = Markdown(text) if console.is_terminal else text
-    else:
+    if topic and name not in pages:
         raise ValueError(f"{name}: expected a topic{nearest(name, [*pages, *VERBS])}; dunes help lists all topics")
+    titles = [f"{page:24}{path.read_text('utf-8').splitlines()[0][2:]}" for page, path in pages.items()]
+    text = pages[name].read_text("utf-8") if topic else "\n".join([*titles, f"\nverbs: {' '.join(VERBS)}"])
+    shown = Markdown(text) if topic and console.is_terminal else text
     os.environ.setdefault("LESS", "-FRX")  # colours, and no waiting for a key after a short text
     with console.pager(styles=console.is_terminal):
-        console.print(shown, markup=False, soft_wrap=isinstance(shown, str))
+        console.print(shown, markup=False, soft_wrap=shown is text)
 
 
 def topics() -> dict[str, Path]:
@@ -49,11 +43,3 @@ def topics() -> dict[str, Path]:
     package = Path(__file__).parent.parent
     folder = next(filter(Path.is_dir, (package / "docs", package.parent / "docs")), package / "docs")
     return {path.stem: path for path in sorted(folder.rglob("*.md")) if path.parent.name != "log"}
-
-
-def _verb_help(words: tuple[str, ...]) -> str:
-    from dunes.cli.main import run_command
-
-    with redirect_stdout(StringIO()) as output, suppress(SystemExit):
-        run_command([*words, "--help"])
-    return output.getvalue()

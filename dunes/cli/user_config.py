@@ -17,6 +17,8 @@ FROM_FILE: ContextVar[Mapping[str, list[str]]] = ContextVar("FROM_FILE")
 """The arguments that were added to the command line, by the name of their field."""
 LENGTH = {"minutes", "steps"}
 """Flags that give the length of a run; one on the command line replaces both."""
+REPEATED = {"track", "adapter", "allow_host"}
+"""Flags that are repeated for several values."""
 
 
 def file_path() -> str:
@@ -52,12 +54,14 @@ def file_arguments(words: Sequence[str], subcommands: Collection[str], given: Se
         name = option(key)
         field = name.replace("-", "_").removeprefix("no_")
         if given.isdisjoint(LENGTH if field in LENGTH else {field}):
-            result[field] = _arguments(name, value)
+            result[field] = _arguments(name, value, field in REPEATED)
     return result
 
 
-def _arguments(name: str, value: Any) -> list[str]:
+def _arguments(name: str, value: Any, is_repeated: bool) -> list[str]:
     """The arguments that set a flag."""
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no-{name}"]
-    return [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}={value}"]
+    if isinstance(value, list) and not is_repeated:
+        return [f"--{name}", *map(str, value)]
+    return [f"--{name}={item}" for item in (value if isinstance(value, list) else [value])]

@@ -31,7 +31,7 @@ from dunes.data.files import source_roots
 from dunes.flags import HUB
 from dunes.generate.context_index import ContextIndex
 from dunes.generate.copying import TextSource, longest_match
-from dunes.generate.decode_packages import FindStep, step_source
+from dunes.generate.decode_packages import step_source
 from dunes.progress import advance
 
 LONGEST = 128
@@ -43,25 +43,16 @@ T = TypeVar("T")
 
 
 class FolderCompleter(CompletionEngine):
-    """The completer of a model folder. The evaluation also gets the training files and test documents from it.
+    """The completer of a model folder. The evaluation also gets the training files and test documents from it."""
 
-    `find_step` returns the model's compiled step, or None; by default, `step_source` finds the step.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        any_base: bool = False,
-        loaded: LoadedModel | None = None,
-        find_step: FindStep | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, any_base: bool = False, loaded: LoadedModel | None = None) -> None:
         loaded = loaded or round_for_speed(checkpoint.load_with_tokenizer(folder, measure.device(), any_base))
         index, fitted = read_index(folder), read_gate(folder)
         self.folder, self.facts = folder, fitted[1] if fitted else {}
         gate = fitted[0] if fitted and index else None
         self.copies = index is not None and (gate is None or bool(self.facts.get("copies")))
         budget = self.facts.get("prompt_tokens")
-        super().__init__(loaded, index, gate, knows_paths(loaded), find_step or step_source(loaded.model), budget)
+        super().__init__(loaded, index, gate, knows_paths(loaded), step_source(loaded.model), budget)
 
     def alternatives(
         self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS
@@ -203,17 +194,13 @@ def model_or_copies(folder: Path, line: Callable[[str], object], load: Callable[
 
 
 def find_completer(
-    folder: Path,
-    line: Callable[[str], object],
-    any_base: bool = False,
-    loaded: LoadedModel | None = None,
-    find_step: FindStep | None = None,
+    folder: Path, line: Callable[[str], object], any_base: bool = False, loaded: LoadedModel | None = None
 ) -> FolderCompleter | CopyCompleter:
     """The completer of a model folder or run, chosen by `model_or_copies`.
 
     `line` is called with a note if the completer only copies.
     """
-    completer = model_or_copies(folder, line, lambda: FolderCompleter(folder, any_base, loaded, find_step))
+    completer = model_or_copies(folder, line, lambda: FolderCompleter(folder, any_base, loaded))
     if isinstance(completer, FolderCompleter) and completer.copies:
         why = completer.facts.get("verdict", "worse than copying") if completer.gate else "it has no gate (yet)"
         line(f"the model does not complete lines ({why}); copying from the training files alone")

@@ -96,7 +96,7 @@ class CompletionEngine:
         self.files = FileTokenizer(loaded.require_tokenizer(), header)
         encode = lambda line: self.files.line(line.decode(errors="ignore"))
         self._vocabulary = Vocabulary(self.files.pieces, encode)
-        self._find_step = find_step
+        self.find_step = find_step
         self._mixtures: dict[tuple[int, str], Mixture] = {}
         self._open = OpenFiles()
         self._form = fim_form(loaded)
@@ -294,7 +294,7 @@ class CompletionEngine:
     def _mixture_of(self, width: int, name: str) -> Mixture:
         """The mixture for `width` beams in this file. A compiled step, whose weights may be rounded, is used only
         for a single beam."""
-        step = self._find_step() if width == 1 else None
+        step = self.find_step() if width == 1 else None
         mixture = self._mixtures.pop((width, name), None)
         if mixture is None or mixture.logits.cache.step is not step:
             mixture = Mixture(RememberedLogits(self.loaded.model, width, step), self.files)

@@ -123,11 +123,9 @@ def load_step(model: nn.Module, dtype: torch.dtype | None = None) -> CompiledSte
 
 Start = Callable[[], "subprocess.Popen[bytes]"]
 """A function that starts a process in the background."""
-FindStep = Callable[[], CompiledStep | None]
-"""A function that returns a model's compiled step, or None."""
 
 
-def step_source(model: nn.Module, start: Start | None = None) -> FindStep:
+def step_source(model: nn.Module, start: Start | None = None) -> Callable[[], CompiledStep | None]:
     """A function that returns the model's compiled step, or None as long as its package does not exist.
 
     If the package is missing and a compiler exists, `start` starts the process that compiles it.

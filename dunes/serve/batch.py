@@ -131,7 +131,7 @@ class Batch:
     ) -> None:
         self.loaded, self.tokenizer = loaded, loaded.require_tokenizer()
         self.rows: list[Row | None] = [None]
-        self._find_step, self._adapters, self._default = find_step, adapters or {}, default
+        self.find_step, self._adapters, self._default = find_step, adapters or {}, default
         self._requests: list[Request | None] = [None]
         self._cache = self._make_cache(1)
         self._tokens: Iterator[list[Token | None]] = iter(())
@@ -219,7 +219,7 @@ class Batch:
             row.emit(error)
 
     def _next_tokens(self) -> None:
-        self._cache.step = self._find_step()
+        self._cache.step = self.find_step()
         tokens = next(self._tokens, None)
         if tokens is None:
             model, room = self.loaded.model, self.loaded.context_length

@@ -75,7 +75,7 @@ class LoadedFolder:
         self.stamp, self.chats = model_stamp(folder), dict[str, ChatModel]()
         self.base_stamp = base_stamp(folder)
         self.batch: Batch | None = None
-        chat, find_step, notes = None, None, list[str]()
+        chat, notes = None, list[str]()
         load = partial(load_chat_engine, str(folder), adapters, measure.device())
         found = model_or_copies(folder, notes.append, load)
         if not isinstance(found, CopyCompleter):
@@ -96,7 +96,9 @@ class LoadedFolder:
         self.loaded = chat.loaded if chat else None
         self.facts = describe_model(folder, self.stamp, self.loaded)
         copier = found if isinstance(found, CopyCompleter) else None
-        self.completer = copier or find_completer(folder, notes.append, False, self.loaded, find_step)
+        self.completer = copier or find_completer(folder, notes.append, False, self.loaded)
+        if self.batch and isinstance(self.completer, FolderCompleter):
+            self.completer.find_step = self.batch.find_step
         self.note = " ".join(notes)
         """The reason why the model does not complete lines; empty if it does."""
         if self.note:
