@@ -43,7 +43,8 @@ def read_infill(fields: Fields) -> Asked:
     files, name = fields.open_files("input_extra"), file_name(fields.path("filename", "path"))
     fields.items("response_fields", 256)
     fields.flag("return_tokens")
-    request = LineRequest(before, after, name, files, count, limit or 1, stop, fields.text("model"))
+    tokens = limit if 0 < limit < ENDLESS else None  # a KV cache has room for so many
+    request = LineRequest(before, after, name, files, count, tokens, stop, fields.text("model"))
     asked = Asked(fields, [request] if limit else [], count=count)
     asked.files = [files]
     return asked
