@@ -120,8 +120,8 @@ def time_cancel(port: int, client: Client, rounds: int = 20) -> list[float]:
 def type_together(
     port: int, path: Path, editors: int = 16, seconds: float = 60.0, every: float = 2.0
 ) -> list[tuple[float, float]]:
-    """Milliseconds of the requests of editors on other lines of a file, each with one every `every` seconds, by the
-    second of their start. Each editor has a file of its own, whose first request reads a whole prompt."""
+    """Milliseconds of the requests of editors on other lines of a file, each with one every `every` seconds, by
+    the second of their start. Each editor has a file of its own, whose first request reads a whole prompt."""
     text, times, begin = path.read_text(), list[tuple[float, float]](), perf_counter()
     lines = [line for line in file_lines(text) if len(line.text) > 4]
 
