@@ -61,7 +61,7 @@ def run_figures(row: Row) -> Figures:
     card, m = row["card"], row["card"]["measured"]
     minutes = card["trained"]["minutes"]
     words = f"{m['bits_per_byte']:.3f} bits/byte on validation files after {format_seconds(row['seconds'])}, "
-    words += f"{m['peak_bytes'] / 1e9:.1f} GB; {format_count(card['trained']['size'])} parameters chosen"
+    words += f"{m['peak_bytes'] / 1e9:.1f} GB; {format_count(int(card['trained']['size']))} parameters chosen"
     return [(f"the standard library in {plural(minutes, 'minute')}", words)]
 
 
