@@ -75,7 +75,7 @@ def test_places_in_files(tmp_path):
 def test_a_place_is_where_an_editor_shows_it(content, place, before, tmp_path):
     (tmp_path / "file").write_bytes(content.encode())
     if before is None:
-        refuses("outside the file", text_around_cursor, f"{tmp_path / 'file'}:{place}")
+        refuses("outside the (file|line)", text_around_cursor, f"{tmp_path / 'file'}:{place}")
     else:
         assert text_around_cursor(f"{tmp_path / 'file'}:{place}")[1] == before
 
