@@ -41,14 +41,13 @@ def run(program: str, about: str, commands: Mapping[str, Callable[..., Any]], ar
 
     from dunes.cli.user_config import FROM_FILE, file_arguments, file_path
 
-    flags = [word.partition("=")[0][2:].replace("-", "_") for word in arguments if word.startswith("--")]
+    end = [*arguments, "--"].index("--")  # then only text follows
+    flags = [word.partition("=")[0][2:].replace("-", "_") for word in arguments[:end] if word.startswith("--")]
     GIVEN.set({name.removeprefix("no_") for name in flags})
     verb = arguments[0] if arguments and arguments[0] in commands else None
-    added = dict[str, list[str]]()
-    if verb is not None and {"-h", "--help"}.isdisjoint(arguments):
-        added = file_arguments([*program.split()[1:], verb], commands, GIVEN.get())
+    reads_file = verb is not None and {"-h", "--help"}.isdisjoint(arguments[:end])
+    added = file_arguments([*program.split()[1:], *arguments[:1]], commands, GIVEN.get()) if reads_file else {}
     FROM_FILE.set(added)
-    end = arguments.index("--") if "--" in arguments else len(arguments)
     arguments = [*arguments[:end], *chain(*added.values()), *arguments[end:]]
     choices = []
     for name, command in commands.items():
@@ -57,8 +56,8 @@ def run(program: str, about: str, commands: Mapping[str, Callable[..., Any]], ar
     config, form = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes), cast(Any, reduce(or_, choices))
     try:
         return tyro.cli(form, args=arguments, prog=program, description=about, config=config) or 0
-    except (ValueError, SystemExit) as error:
-        if added and (isinstance(error, ValueError) or error.code):
+    except (ValueError, OSError, SystemExit) as error:
+        if added and getattr(error, "code", 2) == 2:  # tyro's; others are those of signals
             print(f"from {file_path()}: {' '.join(chain(*added.values()))}", file=sys.stderr)
         raise
 

@@ -9,7 +9,7 @@ OPTIONS = {
     "--lr": "learning-rate",
     "--batch": "global-batch-size train:batch-size finetune:batch-size",
     "--context-length": "max-seq-length block-size",
-    "--max-tokens": "max-new-tokens n-predict",
+    "--max-tokens": "max-new-tokens generate:n-predict chat:n-predict",
     "--rank": "lora-r lora-rank",
     "--alpha": "lora-alpha",
     "--dtype": "precision quantization-method",
@@ -35,8 +35,8 @@ def check_options(verb: str, arguments: Sequence[str]) -> None:
 
     Dashes and underscores are equal, and so are names with and without a prefix like `train.`.
     """
-    hints = []
-    for word in (argument.partition("=")[0] for argument in arguments if argument.startswith("-")):
+    hints, end = list[str](), [*arguments, "--"].index("--")  # then only text follows
+    for word in (a.partition("=")[0] for a in arguments[:end] if a[:1] == "-" and a.lstrip("-")[:1].isalpha()):
         name = word.lstrip("-").replace("_", "-")
         names = [f"{prefix}{n}" for n in {name, name.rpartition(".")[2]} for prefix in ("", f"{verb}:")]
         for ours, others in OPTIONS.items():

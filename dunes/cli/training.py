@@ -101,10 +101,11 @@ def _run(
     from dunes.progress import Display
     from dunes.runs.saving import was_started_by_job
 
-    set_options = config.changed() - FROM_FILE.get({}).keys() | GIVEN.get() & vars(config).keys()
+    added = {"base" if name == "from" else name: words for name, words in FROM_FILE.get({}).items()}
+    set_options = config.changed() - added.keys() | GIVEN.get() & vars(config).keys()
     display = Display(quiet=(quiet and not options.dry_run) or not ranks.is_first(), silent=not ranks.is_first())
-    if options.dry_run and (added := [*chain(*FROM_FILE.get({}).values())]):
-        display.line(f"from {file_path()}: {shlex.join(added)}")
+    if options.dry_run and added:
+        display.line(f"from {file_path()}: {shlex.join(chain(*added.values()))}")
     folder = out or Path("runs/none")
     if not 0 < options.rank_timeout < 1e6:
         raise ValueError(f"--rank-timeout is {options.rank_timeout} minutes; expected more than 0")

@@ -15,8 +15,8 @@ from dunes.flags import nearest, option
 
 FROM_FILE: ContextVar[Mapping[str, list[str]]] = ContextVar("FROM_FILE")
 """The arguments that were added to the command line, by the name of their field."""
-LENGTH = {"minutes", "steps"}
-"""Flags that give the length of a run; one on the command line replaces both."""
+LENGTH = {"minutes", "steps", "epochs"}
+"""Flags that give the length of a run; one on the command line replaces all."""
 REPEATED = {"track", "adapter", "allow_host"}
 """Flags that are repeated for several values."""
 

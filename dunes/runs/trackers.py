@@ -72,13 +72,13 @@ def open_tensorboard(run: Run) -> Tracker:
 
 
 def open_wandb(run: Run) -> Tracker:
-    """W&B, in RUN/wandb; offline unless WANDB_MODE is set."""
+    """W&B, in RUN/wandb; offline unless WANDB_MODE is set. A run that the program has open is left alone."""
     wandb, name = extra("wandb", "wandb"), run_id(run.folder)
     for old in (run.folder / "wandb").glob(f"offline-run-*-{name}"):
         shutil.rmtree(old)  # W&B cannot continue an offline run, so all steps are written again
     names = {"id": name, "name": run.folder.name, "project": os.environ.get("WANDB_PROJECT", PROJECT)}
     where = {"dir": str(run.folder), "mode": os.environ.get("WANDB_MODE", "offline"), "resume": "allow"}
-    settings = wandb.Settings(console="off", quiet=True)  # the terminal, with its progress bar, is not recorded
+    settings = wandb.Settings(console="off", quiet=True, reinit="create_new")  # no progress bar is recorded
     tracked = wandb.init(config=asdict(run.config), allow_val_change=True, settings=settings, **names, **where)
     return Tracker(tracked.log, tracked.finish, tracked.step - 1)
 
@@ -99,8 +99,8 @@ def open_mlflow(run: Run) -> Tracker:
     """MLflow, in RUN/mlflow/mlflow.db unless MLFLOW_TRACKING_URI is set."""
     mlflow, entities, tag = extra("mlflow", "mlflow"), extra("mlflow.entities", "mlflow"), run_id(run.folder)
     if not (uri := os.environ.get("MLFLOW_TRACKING_URI")):
-        (run.folder / "mlflow").mkdir(exist_ok=True)
-        uri = f"sqlite:///{run.folder.absolute()}/mlflow/mlflow.db"
+        (folder := run.folder.absolute() / "mlflow").mkdir(exist_ok=True)
+        uri = "sqlite:///" + re.sub("[%?#]", lambda found: f"%{ord(found[0]):X}", f"{folder}/mlflow.db")
     client, title = mlflow.MlflowClient(uri), os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
     known = client.get_experiment_by_name(title)
     experiment = known.experiment_id if known else client.create_experiment(title)
