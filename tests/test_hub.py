@@ -355,7 +355,7 @@ CONFIGS = {  # the files that are wanted, or what a refusal names; other files; 
     "a split": ([f"data/train_sft{ONE}"], [f"data/train_prefs{ONE}"], None, "train_sft"),
     "converted": (
         ["default/train/0000.parquet"],
-        ["default/test/0000.parquet", "b/train/0000.parquet"],
+        ["default/dev/0000.parquet", "b/train/0000.parquet"],
         None,
         None,
     ),
@@ -411,8 +411,10 @@ def test_a_run_records_the_commit_of_its_data_and_goes_on_with_it(site, tmp_path
     assert checkpoint.load(folder).card["trained"]["sources"] == sources
     assert json.loads((folder / "state" / "plan.json").read_text())["sources"] == sources
     stop(site)
-    assert train(replace(config, steps=2), folder, display()[0], resume=True, override=["steps"]) == 0
-    assert score_folder(folder)[1] == score_folder(folder, ["hf:org/tiny"])[1] - 1 == 1
+    for source in ("hf:org/tiny", "hf:org/tiny@main"):
+        config = replace(config, sources=(source,), steps=2)
+        assert train(config, folder, display()[0], resume=True, override=["steps"]) == 0
+    assert score_folder(folder)[1] == score_folder(folder, ["hf:org/tiny"])[1] == 1
     assert training_sources(folder)[0] == (), "a server or an editor asks for no data set"
     config = replace(config, sources=("hf:org/tiny:test",))
     refuses("sources was", train, config, folder, display()[0], resume=True)
