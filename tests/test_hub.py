@@ -353,12 +353,7 @@ CONFIGS = {  # the files that are wanted, or what a refusal names; other files; 
     "the only one": ([f"data/train{part}" for part in PARTS], [f"data/test{ONE}"], None, None),
     "one of several": (GSM8K[3:], GSM8K[:3], "socratic", None),
     "a split": ([f"data/train_sft{ONE}"], [f"data/train_prefs{ONE}"], None, "train_sft"),
-    "converted": (
-        ["default/train/0000.parquet"],
-        ["default/dev/0000.parquet", "b/train/0000.parquet"],
-        None,
-        None,
-    ),
+    "branch": (["default/train/0000.parquet"], ["default/dev/0000.parquet", "b/train/0000.parquet"], None, None),
     "partial": ([f"en/partial-train/000{i}.parquet" for i in range(2)], ["fr/train/0000.parquet"], "en", "train"),
     "a folder": (["sample/10BT/000_00000.parquet"], ["data/CC/000_00000.parquet"], "sample/10BT", None),
     "words": (["more.parquet", "my_train.parquet"], ["my_validation.parquet"], None, None),
