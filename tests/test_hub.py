@@ -374,8 +374,8 @@ def test_the_files_of_a_configuration_and_a_split_are_wanted(case):
 
 
 def test_a_data_set_without_tables_is_read_as_the_hub_converts_it(site, capsys):
-    site.files = {"README.md": b"", "rows.jsonl": b"{}"}
-    refused("hf:org/tiny")
+    site.files = {"README.md": b"", "rows.jsonl": b"{}", "a\nb/c.parquet": b"PAR1"}
+    assert "no parquet files" in refused("hf:org/tiny")
     refused(f"hf:org/tiny@{COMMIT}")
     site.converted = {"default/train/0000.parquet": b"PAR1", "default/test/0000.parquet": b"PAR1"}
     site.refused = ("/revision/main", 503, {})
