@@ -134,9 +134,9 @@ FORMS = {
     "completion": {"prompt": "Hi", "completion": "Ho"},
     "sharegpt": {"id": 7, "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]},
     "ultrachat": {"id": "0", "data": ["Hi", "Ho"]},
-    "dolly": {"instruction": "Hi", "context": "", "response": "Ho", "category": "open_qa"},
+    "dolly": {"instruction": "Hi", "response": "Ho", "category": "open_qa"},
     "qa": {"question": "Hi", "answer": "Ho"},
-    "text": {"text": "Hi"},
+    "text": {"text": "Hi", "instruction": "He", "context": "", "response": "Ho"},
 }  # fmt: skip
 
 

@@ -353,12 +353,7 @@ CONFIGS = {  # the files that are wanted, or what a refusal names; other files; 
     "the only one": ([f"data/train{part}" for part in PARTS], [f"data/test{ONE}"], None, None),
     "one of several": (GSM8K[3:], GSM8K[:3], "socratic", None),
     "a split": ([f"data/train_sft{ONE}"], [f"data/train_prefs{ONE}"], None, "train_sft"),
-    "converted": (
-        ["default/train/0000.parquet"],
-        ["default/test/0000.parquet", "b/train/0000.parquet"],
-        None,
-        None,
-    ),
+    "branch": (["default/train/0000.parquet"], ["default/dev/0000.parquet", "b/train/0000.parquet"], None, None),
     "partial": ([f"en/partial-train/000{i}.parquet" for i in range(2)], ["fr/train/0000.parquet"], "en", "train"),
     "a folder": (["sample/10BT/000_00000.parquet"], ["data/CC/000_00000.parquet"], "sample/10BT", None),
     "words": (["more.parquet", "my_train.parquet"], ["my_validation.parquet"], None, None),
@@ -379,8 +374,8 @@ def test_the_files_of_a_configuration_and_a_split_are_wanted(case):
 
 
 def test_a_data_set_without_tables_is_read_as_the_hub_converts_it(site, capsys):
-    site.files = {"README.md": b"", "rows.jsonl": b"{}"}
-    refused("hf:org/tiny")
+    site.files = {"README.md": b"", "rows.jsonl": b"{}", "a\nb/c.parquet": b"PAR1"}
+    assert "no parquet files" in refused("hf:org/tiny")
     refused(f"hf:org/tiny@{COMMIT}")
     site.converted = {"default/train/0000.parquet": b"PAR1", "default/test/0000.parquet": b"PAR1"}
     site.refused = ("/revision/main", 503, {})
@@ -411,7 +406,9 @@ def test_a_run_records_the_commit_of_its_data_and_goes_on_with_it(site, tmp_path
     assert checkpoint.load(folder).card["trained"]["sources"] == sources
     assert json.loads((folder / "state" / "plan.json").read_text())["sources"] == sources
     stop(site)
-    assert train(replace(config, steps=2), folder, display()[0], resume=True, override=["steps"]) == 0
+    for source in ("hf:org/tiny", "hf:org/tiny@main"):
+        config = replace(config, sources=(source,), steps=2)
+        assert train(config, folder, display()[0], resume=True, override=["steps"]) == 0
     assert score_folder(folder)[1] == score_folder(folder, ["hf:org/tiny"])[1] == 1
     assert training_sources(folder)[0] == (), "a server or an editor asks for no data set"
     config = replace(config, sources=("hf:org/tiny:test",))

@@ -309,14 +309,15 @@ def test_a_server_follows_from_copies_to_the_model(base, code, tmp_path, monkeyp
 
 def test_a_server_compiles_the_step_of_a_large_model(run, monkeypatch):
     processes = []
-    start = lambda folder: processes.append(folder) or SimpleNamespace(poll=lambda: None)
+    start = lambda *a: processes.append((*a, checkpoint.cards_trusted())) or SimpleNamespace(poll=lambda: None)
     monkeypatch.setattr("dunes.serve.served_model.start_compiling", start)
     monkeypatch.setattr("dunes.serve.served_model.GREEDY_FROM", 0)
     monkeypatch.setattr("dunes.generate.decode_packages.why_not_compiled", lambda: "")
-    served = LoadedFolder(run, "run", (), print)
+    with checkpoint.trust_cards():
+        served = LoadedFolder(run, "run", (), print)
     served.completer.complete(*PLACE, CompleteOptions(width=1))
     served.batch.find_step()
-    assert processes == [run], "started once, for lines and texts"
+    assert processes == [(run, True)], "started once, for lines and texts"
 
 
 @pytest.mark.parametrize("verb", ["generate", "inspect", "eval"])

@@ -772,6 +772,7 @@ def test_a_process_that_compiles_can_be_forgotten(tmp_path):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         number = start_compiling(tmp_path).pid
+        assert start_compiling(tmp_path).pid == number, "a model is loaded again while its step is compiled"
         gc.collect()
     assert not caught
     os.kill(number, signal.SIGKILL)

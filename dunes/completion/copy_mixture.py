@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from dunes.completion import Cancelled
 from dunes.completion.text import FileTokenizer
 from dunes.generate.copying import Copies, Gate, Sources
-from dunes.generate.decode_graph import CompiledStep
 from dunes.generate.prefix_cache import PADDED, PieceReader, PrefixCache, common_length
 
 PROPOSED = 16
@@ -46,18 +45,14 @@ class RememberedLogits:
     """Cached logits (V,) after texts. If the model's weights change, the cached logits are wrong.
 
     Up to `width` texts are evaluated in one batch, which is fast if they have a long common prefix. A single text
-    is evaluated by `step`, if given. Texts of this request, or of the last request that was not cancelled, are not
-    evaluated again. For any other text, only the ids after the prefix that the KV cache contains are evaluated.
+    is evaluated with `cache`, if given. Texts of this request, or of the last request that was not cancelled, are
+    not evaluated again. Of any other text, only the ids after the prefix in the KV cache are evaluated.
     """
 
-    def __init__(self, model: nn.Module, width: int, step: CompiledStep | None = None) -> None:
-        self.cache, self.rows = PrefixCache(model, step=step), PrefixCache(model, width)
+    def __init__(self, model: nn.Module, width: int, cache: PrefixCache | None = None) -> None:
+        self.cache, self.rows = cache or PrefixCache(model), PrefixCache(model, width)
         self._previous = dict[tuple[int, ...], Entry]()
         self._current = dict[tuple[int, ...], Entry]()
-
-    def forget(self) -> None:
-        """Drop all entries; the KV cache is kept."""
-        self._previous, self._current = {}, {}
 
     def begin(self, length: int) -> None:
         """Begin a request for texts of up to `length` ids, and drop entries that the previous request did not

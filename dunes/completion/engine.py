@@ -9,7 +9,7 @@ cursor. After each typed character, only about one id has to be evaluated.
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from itertools import takewhile
 from typing import Any
 
@@ -37,6 +37,7 @@ from dunes.completion.text import (
 from dunes.data.document import NamedText
 from dunes.generate.copying import Copies, Gate, Sources, TextSource, Vocabulary, index_ids
 from dunes.generate.decode_graph import CompiledStep
+from dunes.generate.prefix_cache import PrefixCache
 from dunes.text.lines import valid_text
 from dunes.tree import count
 
@@ -97,7 +98,10 @@ class CompletionEngine:
         encode = lambda line: self.files.line(line.decode(errors="ignore"))
         self._vocabulary = Vocabulary(self.files.pieces, encode)
         self.find_step = find_step
-        self._mixtures: dict[tuple[int, str], Mixture] = {}
+        # An older step would keep its copy of the weights in memory, so only caches with one step are kept.
+        caches = lambda step: lru_cache(FILES)(lambda name: PrefixCache(loaded.model, step=step))
+        mixture = lambda width, cache: Mixture(RememberedLogits(loaded.model, width, cache), self.files)
+        self._caches, self._mixture = lru_cache(1)(caches), lru_cache(1)(mixture)
         self._open = OpenFiles()
         self._form = fim_form(loaded)
 
@@ -295,15 +299,7 @@ class CompletionEngine:
         """The mixture for `width` beams in this file. A compiled step, whose weights may be rounded, is used only
         for a single beam."""
         step = self.find_step() if width == 1 else None
-        mixture = self._mixtures.pop((width, name), None)
-        if mixture is None or mixture.logits.cache.step is not step:
-            mixture = Mixture(RememberedLogits(self.loaded.model, width, step), self.files)
-        for other in self._mixtures.values():
-            other.logits.forget()
-        self._mixtures[width, name] = mixture  # newest last
-        if len(self._mixtures) > FILES:
-            del self._mixtures[next(iter(self._mixtures))]
-        return mixture
+        return self._mixture(width, self._caches(step)(name))
 
 
 def choose_budget(model: nn.Module) -> int:

@@ -657,11 +657,11 @@ RECORD_FORMATS = {
     "alpaca": RecordFormat(
         "Alpaca (instruction, input, output)", ALPACA[::2], partial(_task, ALPACA), ("input", "history"), ()
     ),
-    "dolly": RecordFormat("Dolly (instruction, context, response)", DOLLY, partial(_task, DOLLY)),
     "completion": RecordFormat("prompts and completions", PAIR, partial(_task, PAIR), ("history",), ("suffix",)),
     "ultrachat": RecordFormat("UltraChat (data)", ("data",), _ultrachat),
     "oasst": RecordFormat("message trees", TREE, partial(_listed, key="messages"), gather=_gather_threads),
     "text": RecordFormat("plain text", ("text",), _plain_text),
+    "dolly": RecordFormat("Dolly (instruction, context, response)", DOLLY[::2], partial(_task, DOLLY), DOLLY[1:2]),
     "qa": RecordFormat("questions and answers", QUESTION, partial(_task, QUESTION)),
 }
 """Formats of records, in the order in which they are tried."""

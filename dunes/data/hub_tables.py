@@ -38,9 +38,9 @@ def fetch(source: str) -> tuple[str, list[Path]]:
         try:
             commit, files, reason = resolve(f"datasets/{name}", branch)
         except ValueError as error:  # a branch without parquet files is not in the cache
-            errors.append(error)
+            errors.append(error if branch == branches[0] else ValueError(f"{source}: no parquet files; {error}"))
             continue
-        tables = {file: files[file] for file in sorted(files) if file.endswith(".parquet")}
+        tables = {file: files[file] for file in sorted(files) if file.endswith(".parquet") and file.isprintable()}
         if tables and (reason or not errors):  # if the Hub fails to list main, it may have other tables there
             if reason:
                 print_warning(f"warning: {name}: reads revision {commit} from the cache, as {reason}")

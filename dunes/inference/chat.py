@@ -380,8 +380,16 @@ def answer(chat: Chat, text: Generator[str, None, None], write: Callable[[str], 
     write("\n")
 
 
+_compiling: dict[Path, subprocess.Popen[bytes]] = {}
+
+
 def start_compiling(folder: Path) -> subprocess.Popen[bytes]:
-    """Compile the step of a model folder in a low-priority process that may outlive this one."""
+    """Compile the step of a model folder in a low-priority process that may outlive this one.
+
+    If this process has already started one for the folder, and it still runs, it is returned.
+    """
+    if (running := _compiling.get(folder)) and running.poll() is None:
+        return running
     trust = ["--trust-code"] * cards_trusted()
     command, environment = python_command("-m", "dunes", "compile", str(folder), *trust)
     quiet: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
@@ -389,4 +397,5 @@ def start_compiling(folder: Path) -> subprocess.Popen[bytes]:
     os.setpriority(os.PRIO_PROCESS, process.pid, 19)
     # Waiting avoids a zombie and a ResourceWarning if the caller drops the process.
     threading.Thread(target=process.wait, daemon=True).start()
+    _compiling[folder] = process
     return process

@@ -89,6 +89,8 @@ def begin_run(config: T, start: Start) -> T | None:
     find_trackers(options.track, folder)  # raises if one is unknown or missing
     ranks.agree({"--out": str(folder.absolute()), "a run in it": (folder / "state" / "plan.json").exists()})
     config = config.normalized(options.asked)
+    if options.resume:  # the run's data sets have commits instead of branches
+        config = config.mapped(config.DATA, lambda source: pin(source) if "@" in source else source)
     try:
         config = stored_config(config, folder, options)
         if ranks.is_first() and (folder / "state" / "lock").exists():

@@ -91,7 +91,8 @@ class LoadedFolder:
             if longer := [key for key, chat in self.chats.items() if chat.loaded.context_length > context]:
                 say(f"{', '.join(longer)}: served with the context length of {name}, {plural(context, 'token')}")
             is_large = count(chat.loaded.model) >= GREEDY_FROM and not adapters
-            find_step = step_source(chat.loaded.model, partial(start_compiling, folder) if is_large else None)
+            start = partial(copy_context().run, start_compiling, folder) if is_large else None
+            find_step = step_source(chat.loaded.model, start)
             self.batch = Batch(chat.loaded, find_step, names, names.get(name))
         self.loaded = chat.loaded if chat else None
         self.facts = describe_model(folder, self.stamp, self.loaded)
