@@ -167,7 +167,7 @@ def read_trackio(folder):
 def read_mlflow(folder):
     from mlflow import MlflowClient
 
-    client = MlflowClient(f"sqlite:///{folder}/mlflow/mlflow.db")
+    client = MlflowClient(f"sqlite:///{str(folder).replace('%', '%25')}/mlflow/mlflow.db")
     (run,) = client.search_runs([client.get_experiment_by_name("dunes").experiment_id])
     for name in run.data.metrics:
         yield from (
@@ -177,7 +177,7 @@ def read_mlflow(folder):
 
 @pytest.mark.parametrize("read", [read_wandb, read_trackio, read_mlflow])
 def test_a_resumed_run_is_one_run_in_the_library_with_the_numbers_of_metrics(read, code, tmp_path):
-    name, folder = read.__name__.removeprefix("read_"), tmp_path / "run"
+    name, folder = read.__name__.removeprefix("read_"), tmp_path / "a%20run"
     pytest.importorskip(name)
     for steps in (12, 15):
         options = {"track": [name], "override": ["steps"], "resume": steps == 15}

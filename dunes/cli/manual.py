@@ -34,7 +34,7 @@ def show_help(
     text = pages[name].read_text("utf-8") if topic else "\n".join([*titles, f"\nverbs: {' '.join(VERBS)}"])
     shown = Markdown(text) if topic and console.is_terminal else text
     os.environ.setdefault("LESS", "-FRX")  # colours, and no waiting for a key after a short text
-    with console.pager(styles=console.is_terminal):
+    with console.pager(styles=console.is_terminal and "R" in os.environ["LESS"]):
         console.print(shown, markup=False, soft_wrap=shown is text)
 
 
