@@ -277,7 +277,7 @@ def test_a_longer_end_and_what_is_overridden_by_name_are_taken_and_noted(code, t
     folder = tmp_path / "run"
     train(toy(code, steps=10), folder, display()[0])
     other = {"resume": True, "override": ["size"]}
-    refuses("another --out$", train, toy(code, size="70k"), folder, display()[0], **other)
+    refuses("another --out", train, toy(code, size="70k"), folder, display()[0], **other)
     assert train(toy(code, steps=25), folder, display()[0], resume=True) == 0
     lines = read_metrics(folder / "metrics.jsonl")
     assert [r["step"] for r in lines if "loss" in r] == list(range(1, 26))

@@ -107,10 +107,10 @@ def begin_run(config: T, start: Start) -> T | None:
         display.line(f"the run in {folder}: {earlier.about}; {progress}{continuation}")
         if config.missing:
             return None
-    config = ranks.broadcast(config.mapped(config.DATA, pin))
     if config.batch:
         ranks.rows(config.batch)
     ranks.agree({"dunes": __version__, "torch": torch.__version__, **asdict(config)})
+    config = ranks.broadcast(config.mapped(config.DATA, pin))
     measure.set_device(config.device)
     measure.keep_freed_memory()
     measure.flush_denormals()
