@@ -318,7 +318,8 @@ NOT_NAMES = [
 
 
 @pytest.mark.parametrize("model", NOT_NAMES)
-def test_what_cannot_be_a_name_is_no_such_folder_and_asks_nobody(monkeypatch, model):
+def test_what_cannot_be_a_name_is_no_such_folder_and_asks_nobody(monkeypatch, model, tmp_path):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(opening, "download", lambda *_: pytest.fail("asked"))
     monkeypatch.setattr(hub_tables, "resolve", lambda *_: pytest.fail("asked"))
     for name in (model, f"hf:{model}".replace("tiny/more", "tiny:a:b")):
