@@ -1,4 +1,4 @@
-"""dunes/cli/completion.bash, .zsh and .fish: what `dunes --completion SHELL` prints.
+"""dunes/cli/completion.bash (also for zsh) and .fish: what `dunes --completion SHELL` prints.
 
 `python .ci/completion_scripts.py` writes them from the verbs, their flags and the pages of docs/; with --check it
 fails where a script is out of date. A script is a list of cases, each a pattern of the words before the cursor and
@@ -25,7 +25,9 @@ from dunes.cli.manual import topics  # noqa: E402
 from dunes.flags import option  # noqa: E402
 
 NOTE = "# Written by .ci/completion_scripts.py; printed by dunes --completion.\n"
-BASH = """_dunes() {
+BASH = """[ -z "${ZSH_VERSION-}" ] || eval 'autoload -Uz compinit bashcompinit
+(( $+functions[compdef] )) || compinit; bashcompinit'
+_dunes() {
   local words= cur=${COMP_WORDS[COMP_CWORD]}
   case "${COMP_WORDS[*]:1:$((COMP_CWORD-1))} " in
 """
@@ -34,7 +36,6 @@ BASH_END = """  esac
 }
 complete -o default -F _dunes dunes
 """
-ZSH = "autoload -Uz compinit bashcompinit && (( $+functions[compdef] )) || compinit; bashcompinit\n"
 FISH = """function __dunes
   set -l words (commandline -opc)
   string match -q -- $argv[1] "$words[2..] "
@@ -97,7 +98,7 @@ def fish_lines(pattern: str, words: list[str]) -> str:
 def main() -> int:
     rows = [*cases()]
     bash = BASH + "".join(bash_case(*row) for row in rows) + BASH_END
-    scripts = {"bash": bash, "zsh": ZSH + bash, "fish": FISH + "".join(fish_lines(*row) for row in rows)}
+    scripts = {"bash": bash, "fish": FISH + "".join(fish_lines(*row) for row in rows)}
     status = 0
     for shell, script in scripts.items():
         path = ROOT / "dunes" / "cli" / f"completion.{shell}"

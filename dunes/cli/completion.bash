@@ -1,4 +1,6 @@
 # Written by .ci/completion_scripts.py; printed by dunes --completion.
+[ -z "${ZSH_VERSION-}" ] || eval 'autoload -Uz compinit bashcompinit
+(( $+functions[compdef] )) || compinit; bashcompinit'
 _dunes() {
   local words= cur=${COMP_WORDS[COMP_CWORD]}
   case "${COMP_WORDS[*]:1:$((COMP_CWORD-1))} " in

@@ -46,7 +46,7 @@ def run_command(arguments: Sequence[str]) -> int:
     if verb == "--completion":
         if arguments[1:] not in (["bash"], ["zsh"], ["fish"]):
             raise ValueError(f"--completion {' '.join(arguments[1:])}: expected bash, zsh or fish")
-        print(Path(__file__).with_name(f"completion.{arguments[1]}").read_text(), end="")
+        print(Path(__file__).with_name(f"completion.{arguments[1].replace('zsh', 'bash')}").read_text(), end="")
         return 0
     check_options(verb, arguments[1:])
     if verb in GROUPS:
