@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = "dunes", "tests"
-SOURCES = {".py", ".html", ".h", ".cpp", ".cu", ".metal", ".sh"}
+SOURCES = {".py", ".html", ".js", ".css", ".h", ".cpp", ".cu", ".metal", ".sh"}
 
 
 def lines_of(path: Path) -> int:

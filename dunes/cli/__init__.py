@@ -7,6 +7,7 @@ VERBS = {
     "train": "training:train", "finetune": "training:finetune",
     "generate": "verbs:generate", "chat": "verbs:chat", "complete": "verbs:complete",
     "serve": "serve:serve", "lsp": "serve:lsp", "doctor": "serve:doctor",
+    "studio": "studio:studio",
     "eval": "verbs:evaluate", "inspect": "verbs:inspect", "convert": "verbs:convert", "export": "verbs:export",
     "augment": "verbs:augment", "compile": "verbs:compile_", "bench": "verbs:bench", "help": "manual:show_help",
 }  # fmt: skip

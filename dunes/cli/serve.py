@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 Folders = Annotated[
     tuple[str, ...], tyro.conf.Positional, flag("MODEL", REQUIRED, "Runs, model folders, GGUF files, or smollm2.")
 ]
+AllowHost = Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], flag("NAME", "none")]
 Editor = Literal["vim", "nvim", "vscode", "zed", "emacs", "helix"]
 KEY = "DUNES_API_KEY"
 DEFAULT = "http://127.0.0.1:8012"
@@ -31,7 +32,7 @@ def serve(
     *,
     host: str = "127.0.0.1",
     port: int = 8012,
-    allow_host: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], flag("NAME", "none")] = (),
+    allow_host: AllowHost = (),
     adapter: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], flag("FOLDER", "none")] = (),
     acceptance: float = 0.35,
     ollama: bool = False,
@@ -40,7 +41,7 @@ def serve(
 ) -> int:
     """Serve a model to editors and programs: completion of lines, texts and chats, over HTTP.
 
-    The server speaks the protocols of llama-server, OpenAI, Mistral and Ollama, and has a web page for tests. When
+    The server speaks the protocols of llama-server, OpenAI, Mistral and Ollama. When
     a file of the training sources is saved, completion can copy from the new text within two seconds.
 
     Example: dunes serve runs/project
@@ -65,14 +66,11 @@ def serve(
     drop_lost_output()
     for module in ("starlette", "uvicorn"):
         extra(module, "serve")
-    from dunes.serve.http import is_loopback, open_sockets, run
+    from dunes.serve.http import open_sockets, run
     from dunes.serve.protocols import ollama as ollama_protocol
 
     key = os.environ.get(KEY) or None
-    if not is_loopback(host) and key is None:
-        raise ValueError(
-            f"--host {host} is reachable from other machines; set a key in {KEY}, which clients must send"
-        )
+    check_host(host, key)
     sockets = open_sockets(host, [port, ollama_protocol.PORT] if ollama else [port])
     from dunes import checkpoint
     from dunes.serve.app import Server
@@ -94,6 +92,16 @@ def serve(
     finally:
         worker.close()
     return 0
+
+
+def check_host(host: str, key: str | None) -> None:
+    """Raise ValueError for an address that other machines can reach, if there is no key."""
+    from dunes.serve.http import is_loopback
+
+    if not is_loopback(host) and key is None:
+        raise ValueError(
+            f"--host {host} is reachable from other machines; set a key in {KEY}, which clients must send"
+        )
 
 
 def _announce(worker: "Worker", model: str, place: str) -> None:

@@ -8,15 +8,14 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
-from importlib.resources import files
+from hashlib import sha256
 from time import monotonic
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, Response, StreamingResponse
+from starlette.requests import ClientDisconnect, HTTPConnection, Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -36,6 +35,8 @@ LISTED = 64
 REMEMBERED = 8
 """The server remembers this many of the last requests by editors, at most one per line of text, for `dunes
 doctor`."""
+COOKIE = "dunes_key"
+"""Name of the cookie with the SHA-256 of the key."""
 LOCAL = ("localhost", "127.0.0.1", "::1")
 EMPTY = Answer(reason="length")
 """Empty answer, for a request for zero tokens and for a choice without a suggestion."""
@@ -92,32 +93,47 @@ def client_error(error: Exception) -> Refused:
 
 
 class Gate:
-    """Middleware that refuses requests to foreign host names (DNS rebinding) and from web pages of other origins.
-    If a key is set, requests without the key are refused. The middleware also ends a reply if the client takes
-    more than SENDING seconds for one piece."""
+    """Middleware that refuses requests and WebSockets to foreign host names (DNS rebinding) and from web pages of
+    other origins. If a key is set, requests without the key are refused; a browser gets the key as a cookie from a
+    page opened with `?key=`. The middleware also ends a reply if the client takes more than SENDING seconds for
+    one piece."""
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str], key: str | None) -> None:
-        self.app, self.key = app, key
+        self.app, self.key, self.cookie = app, key, sha256((key or "").encode()).hexdigest()
         self.hosts = {_host_name(host) for host in (*LOCAL, *hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The entry point of an ASGI application."""
-        if scope["type"] != "http":
+        if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
 
         async def send_in_time(message: Message) -> None:
             await asyncio.wait_for(send(message), SENDING)
 
+        connection = HTTPConnection(scope)
         try:
-            self._check(Headers(scope=scope))
-            await self.app(scope, receive, send_in_time)
+            self._check(connection)
+            if self.key and scope.get("method") == "GET" and "key" in connection.query_params:
+                await self._log_in(scope)(scope, receive, send)
+            else:
+                await self.app(scope, receive, send_in_time)
         except Refused as error:
-            await refusal(Request(scope), error)(scope, receive, send)
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008, "reason": str(error)[:100]})
+            else:
+                await refusal(Request(scope), error)(scope, receive, send)
         except (TimeoutError, ClientDisconnect):
             return
 
-    def _check(self, headers: Headers) -> None:
+    def _log_in(self, scope: Scope) -> Response:
+        """A redirect to the path without the key, which the browser keeps as a cookie."""
+        response = RedirectResponse(scope["path"], 303)
+        response.set_cookie(COOKIE, self.cookie, httponly=True, samesite="strict")
+        return response
+
+    def _check(self, connection: HTTPConnection) -> None:
+        headers = connection.headers
         hosts = headers.getlist("host")
         if len(hosts) != 1 or _host_name(hosts[0]) not in self.hosts:
             raise Refused(403, f"Host {hosts[:2]} is not this server's; allow it with --allow-host")
@@ -127,8 +143,13 @@ class Gate:
             if not is_own and scheme not in ("vscode-webview", "vscode-file"):
                 raise Refused(403, "requests from web pages of other origins are refused")
         if self.key is not None:
-            client_key = headers.get("authorization", "").removeprefix("Bearer ") or headers.get("x-api-key", "")
-            if not hmac.compare_digest(client_key.encode("latin-1"), self.key.encode()):
+            header = headers.get("authorization", "").removeprefix("Bearer ") or headers.get("x-api-key", "")
+            given = header.encode("latin-1") or connection.query_params.get("key", "").encode()
+            cookie = connection.cookies.get(COOKIE, "").encode()
+            valid = hmac.compare_digest(given, self.key.encode()) or hmac.compare_digest(
+                cookie, self.cookie.encode()
+            )
+            if not valid:
                 raise Refused(401, "Invalid API Key")
 
 
@@ -152,7 +173,7 @@ class Server:
         routes = [Route(path, partial(self._answer, e), methods=["POST"]) for path, e in ENDPOINTS.items()]
         pages: dict[str, Callable[[Request], Any]] = {
             **{path: partial(self._describe, write) for path, write in DESCRIPTIONS.items()},
-            "/": _page,
+            "/": _start,
             "/suggest": partial(self._answer, SUGGEST),
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
@@ -283,11 +304,10 @@ class Server:
         return json_response({"content": tokenizer.decode(ids)}, headers=_headers(fields))
 
 
-async def _page(request: Request) -> Response:
-    """The self-contained page for trying the server."""
-    page = files("dunes.serve").joinpath("page.html").read_text()
-    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
-    return HTMLResponse(page, headers={"Content-Security-Policy": policy})
+async def _start(request: Request) -> Response:
+    return PlainTextResponse(
+        "This server is for editors and programs; dunes studio shows its models in a browser.\n"
+    )
 
 
 async def _chunks(

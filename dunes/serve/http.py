@@ -99,10 +99,14 @@ def is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
-def run(app: ASGIApp, sockets: Sequence[socket.socket], ready: Callable[[], object]) -> None:
-    """Serve the application until SIGINT, SIGTERM or SIGHUP; calls `ready` once clients can connect."""
+def run(app: ASGIApp, sockets: Sequence[socket.socket], ready: Callable[[], object], pages: bool = False) -> None:
+    """Serve the application until SIGINT, SIGTERM or SIGHUP; calls `ready` once clients can connect.
+
+    An application with `pages` of NiceGUI also has a lifespan and WebSockets.
+    """
     options: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False}
-    options |= {"lifespan": "off", "ws": "none", "http": DeadlineProtocol, "timeout_keep_alive": 75}
+    options |= {"lifespan": "on", "ws": "websockets-sansio"} if pages else {"lifespan": "off", "ws": "none"}
+    options |= {"http": DeadlineProtocol, "timeout_keep_alive": 75}
     options |= {"limit_concurrency": CONNECTIONS, "timeout_graceful_shutdown": ENDING}
     asyncio.run(_serve(uvicorn.Server(uvicorn.Config(app, **options)), [*sockets], ready))
 

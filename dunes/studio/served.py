@@ -1,0 +1,110 @@
+"""The models that the pages have opened, each in a worker of `dunes.serve`."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from dunes import checkpoint, measure
+from dunes.checkpoint.card import ADAPTER
+from dunes.checkpoint.open import base_folder
+from dunes.serve.app import Server
+from dunes.serve.requests import Answer, Event, Request
+from dunes.serve.worker import Worker
+from dunes.units import format_bytes
+
+SPARE = 1.2
+"""A model is opened if free memory is this many times the size of its weights."""
+
+
+class ServedModels:
+    """Opens models on demand. As an ASGI application, answers `/KEY/PATH` as `dunes serve` would answer `/PATH` with
+    the model opened under this key."""
+
+    def __init__(self, acceptance: float = 0.35, hosts: Sequence[str] = (), key: str | None = None) -> None:
+        self.acceptance, self.hosts, self.key = acceptance, hosts, key
+        self._workers, self._apps = dict[str, Worker](), dict[str, ASGIApp]()
+        self._opening = asyncio.Lock()
+
+    async def open(self, model: str) -> str:
+        """Load a model, unless it is loaded, and return its key; `model` is a folder, a file, or smollm2.
+
+        Raises ValueError, before anything is loaded, if there is too little memory.
+        """
+        key = sha256(model.encode()).hexdigest()[:12]
+        async with self._opening:
+            if key not in self._workers:
+                worker = self._workers[key] = await asyncio.to_thread(self._load, model)
+                self._apps[key] = Server(worker).app(self.hosts, self.key)
+        return key
+
+    def worker(self, key: str) -> Worker:
+        """The worker of an opened model."""
+        return self._workers[key]
+
+    def _load(self, model: str) -> Worker:
+        folder = checkpoint.locate_model(model).folder
+        check_memory(folder)
+        return Worker([folder], self.acceptance, (), partial(print, file=sys.stderr), follows=False)
+
+    async def stream(self, key: str, request: Request) -> AsyncIterator[Answer]:
+        """Yield the parts of an answer, the last with a `reason`; for a line, yield all suggestions, best first.
+        Ending the iteration cancels the request. Raises Refused."""
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue[Event]()
+
+        def emit(event: Event) -> None:
+            with suppress(RuntimeError):  # raised if the event loop is closed
+                loop.call_soon_threadsafe(queue.put_nowait, event)
+
+        task = self._workers[key].submit(request, emit)
+        try:
+            while True:
+                event = await queue.get()
+                if isinstance(event, Exception):
+                    raise event
+                for answer in event if isinstance(event, list) else [event]:
+                    yield answer
+                if isinstance(event, list) or event.reason:
+                    return
+        finally:
+            task.cancel()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The entry point of an ASGI application, mounted at `scope["root_path"]`."""
+        root = scope.get("root_path", "")
+        key, _, _ = scope["path"].removeprefix(root).lstrip("/").partition("/")
+        if key not in self._apps:
+            await PlainTextResponse("no such model", 404)(scope, receive, send)
+            return
+        await self._apps[key]({**scope, "root_path": f"{root}/{key}"}, receive, send)
+
+    def close(self) -> None:
+        """End all workers."""
+        for worker in self._workers.values():
+            worker.close()
+
+
+def check_memory(folder: Path) -> None:
+    """Raise ValueError if the weights of a model, and of an adapter's base, are too large for the free memory."""
+    size, free = weights_size(folder), measure.free_memory(measure.device())
+    if SPARE * size > free:
+        remedy = "end other programs, or quantize the model: dunes augment quantize"
+        raise ValueError(f"{folder}: {format_bytes(size)} of weights, but {format_bytes(free)} are free; {remedy}")
+
+
+def weights_size(folder: Path) -> int:
+    """Bytes of the weight files of a model, including an adapter's base."""
+    if folder.is_file():
+        return folder.stat().st_size
+    sizes = [
+        path.stat().st_size
+        for suffix in ("safetensors", "bin", "pt", "pth")
+        for path in folder.glob(f"*.{suffix}")
+    ]
+    return sum(sizes) + (weights_size(base_folder(folder)) if (folder / ADAPTER).is_file() else 0)

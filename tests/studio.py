@@ -1,0 +1,60 @@
+"""A studio in a process of its own, and a page of headless Chromium that shows it."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+import pytest
+
+CHROMIUM = shutil.which("chromium")
+needs_browser = pytest.mark.skipif(
+    CHROMIUM is None or find_spec("playwright") is None, reason="no chromium, or playwright is not installed"
+)
+
+
+@contextmanager
+def studio(folder, **environment):
+    """The address of a studio that shows this folder."""
+    command = [sys.executable, "-m", "dunes", "studio", str(folder), "--port", "0"]
+    env = {**os.environ, **environment}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
+    try:
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("studio at "):
+                break
+        else:
+            raise AssertionError("".join(lines))
+        yield line.split()[2]
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(20)
+        finally:
+            process.kill()
+
+
+@contextmanager
+def opened(address, width=1100, height=800, dark=False):
+    """A page of Chromium. At the end, no error may be in its console, and it may have asked no other host."""
+    from playwright.sync_api import sync_playwright
+
+    errors, asked = [], []
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        view = {"width": width, "height": height}
+        page = browser.new_page(viewport=view, color_scheme="dark" if dark else "light")
+        page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(address)
+        yield page
+        browser.close()
+    host = address.split("//")[1].split("/")[0]
+    assert not errors
+    assert not [url for url in asked if host not in url and not url.startswith(("data:", "blob:"))]
