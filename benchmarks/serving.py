@@ -102,8 +102,8 @@ def compare_cuts(client: Client, completer: FolderCompleter, files: list[Path], 
 
 
 def time_cancel(port: int, client: Client, rounds: int = 20) -> tuple[list[float], list[float]]:
-    """Milliseconds from the end of a stream's connection to the answer of another request, and milliseconds of such
-    a request when the model is free."""
+    """Milliseconds from the end of a stream's connection to the answer of another request, and of such a request
+    when the model is free."""
     times, alone = [], []
     body = json.dumps({"prompt": "def f(x):\n" * 9, "max_tokens": 4000, "stream": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
@@ -251,7 +251,7 @@ def main(
     equal, count = compare_cuts(client, completer, [*files], cuts)
     print(f"the same suggestion through HTTP and in the engine: {equal} of {count} cuts")
     cancelled, alone = time_cancel(port, client)
-    print(f"another request after a closed stream: p50 {np.median(cancelled):.0f} ms, at most {max(cancelled):.0f} ms")
+    print(f"a request after a closed stream: p50 {np.median(cancelled):.0f} ms, at most {max(cancelled):.0f} ms")
     print(f"the same request when the model is free: p50 {np.median(alone):.0f} ms")
     together = type_together(port, files[0])
     for first in (0, 20):

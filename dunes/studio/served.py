@@ -24,8 +24,8 @@ SPARE = 1.2
 
 
 class ServedModels:
-    """Opens models on demand. As an ASGI application, answers `/KEY/PATH` as `dunes serve` answers `/PATH` with the
-    model opened under this key."""
+    """Opens models on demand. As an ASGI application, answers `/KEY/PATH` as `dunes serve` answers `/PATH` with
+    the model opened under this key."""
 
     def __init__(self, acceptance: float = 0.35, hosts: Sequence[str] = (), key: str | None = None) -> None:
         self.acceptance, self.hosts, self.key = acceptance, hosts, key
