@@ -1,7 +1,6 @@
 """Runs as the studio reads them, and as browsers show and stop them."""
 
 import os
-import signal
 
 import numpy as np
 import pytest
@@ -58,7 +57,8 @@ def test_a_killed_run_is_told_from_one_that_ended_and_configs_are_compared(tmp_p
         (tmp_path / name / "metrics.jsonl").write_text(line(4))
     (tmp_path / "b" / "dunes.json").write_text('{"trained": {"steps": 4}}')
     a, b = sorted(find_entries(tmp_path), key=lambda entry: entry.name)
-    assert describe(a).endswith(f"step 4, loss 2; continue with: dunes train --out {a.path} --resume")
+    assert describe(a).startswith("unfinished, step 4, loss 2, ")
+    assert describe(a).endswith(f"; continue with: dunes train --out {a.path} --resume")
     assert describe(b).startswith("ended, ")
     assert config_differences({"a": a.path, "b": b.path}) == [{"option": "lr", "a": "a", "b": "b"}]
 
@@ -69,14 +69,18 @@ def test_a_run_is_watched_to_its_end_and_another_is_stopped_while_two_look(code,
     with studio(tmp_path) as address, opened(address) as page:
         page.get_by_text("no run and no model").first.wait_for()
         first = start(code, tmp_path / "first", *TRAIN, "--no-complete", steps=300)
-        page.get_by_text("first: trains").first.wait_for(timeout=90_000)
+        page.get_by_text("first: training").first.wait_for(timeout=90_000)
         page.get_by_text("first: ended").first.wait_for(timeout=90_000)
         page.get_by_text("first, after 300 steps").wait_for()
-        second = start(code, tmp_path / "second", *TRAIN, "--no-complete")
-        other = page.context.browser.new_page()
+        other, second = page.context.new_page(), start(code, tmp_path / "second", *TRAIN, steps=9_000)
         other.goto(address)
-        other.get_by_text("second: trains").first.wait_for(timeout=90_000)
+        other.get_by_text("first, after 300 steps").wait_for()
+        other.get_by_role("combobox").click()
+        other.get_by_text("second: training").click(timeout=90_000)
+        other.keyboard.press("Escape")
         other.on("dialog", lambda dialog: dialog.accept())
         other.get_by_role("button", name="Stop").click()
-        assert (first.wait(30), second.wait(60)) == (0, 128 + signal.SIGINT)
-        other.get_by_text("second: ended").first.wait_for(timeout=20_000)
+        for process, status in ((first, 0), (second, 130)):
+            process.communicate(timeout=60)
+            assert process.returncode == status
+        other.get_by_text("second: ended").wait_for(timeout=20_000)

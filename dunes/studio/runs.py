@@ -82,14 +82,15 @@ def describe(entry: Entry) -> str:
     folder, metrics = entry.path, Metrics(entry.path, tail=True).update()
     config, card = read_object(folder / "state" / "plan.json"), read_object(folder / CARD)
     last = {name: y for name in ("step", "loss", "validation_loss") for _, y in metrics.points(name)}
-    facts = [strftime("%Y-%m-%d %H:%M", localtime(entry.modified)), *(f"{n} {y:,.5g}" for n, y in last.items())]
+    facts = [f"{name.replace('_', ' ')} {round(value, 3):,.9g}" for name, value in last.items()]
     state, verb = "unfinished", "train" if "sources" in config else "finetune"
     if signal_run(folder):
-        state = "trains" if last else "prepares"
+        state = "training" if last else "preparing"
     elif card and last.get("step") == card.get("finetuned", card.get("trained", {})).get("steps"):
         state = "ended"  # its model was saved after its last step
     command = f"; continue with: dunes {verb} --out {shlex.quote(str(folder))} --resume"
-    return ", ".join([state, *facts]) + command * (state == "unfinished")
+    changed = strftime("%Y-%m-%d %H:%M", localtime(entry.modified))
+    return ", ".join([state, *facts, changed]) + command * (state == "unfinished")
 
 
 def read_object(path: Path) -> dict[str, Any]:

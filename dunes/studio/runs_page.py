@@ -1,7 +1,6 @@
 """The view of runs: a list, and charts, samples and differences of the selected runs."""
 
 import asyncio
-from itertools import cycle
 from signal import SIGINT, SIGUSR1
 from typing import Any
 
@@ -22,8 +21,8 @@ ROUND = "value => value?.toPrecision(5)"
 def chart(name: str, axis: str, runs: dict[str, Metrics]) -> dict[str, Any]:
     """ECharts options of a chart of one series of several runs; the training loss is also smoothed."""
     series = list[dict[str, Any]]()
-    for (run, metrics), colour in zip(runs.items(), cycle(COLOURS), strict=False):
-        line = {"type": "line", "name": run, "color": colour, "symbol": "none"}
+    for number, (run, metrics) in enumerate(runs.items()):
+        line = {"type": "line", "name": run, "color": COLOURS[number % len(COLOURS)], "symbol": "none"}
         if name == "loss":
             series.append(line | {"data": metrics.points(name, axis), "lineStyle": {"width": 1, "opacity": 0.3}})
             checks = {"name": f"{run}, validation", "data": metrics.points("validation_loss", axis)}
@@ -31,8 +30,9 @@ def chart(name: str, axis: str, runs: dict[str, Metrics]) -> dict[str, Any]:
         series.append(line | {"data": metrics.points(name, axis, smooth=name in ("loss", "tokens/s"))})
     grid = {"axisLabel": {"color": "#888"}, "splitLine": {"lineStyle": {"color": "#8883"}}}
     return {
-        "title": {"text": name, "textStyle": {"color": "#888", "fontSize": 14}},
-        "legend": {"show": name == "loss", "type": "scroll", "left": 80, "textStyle": {"color": "#888"}},
+        "title": {"text": name, "left": 0, "textStyle": {"color": "#888", "fontSize": 14}},
+        "legend": {"show": name == "loss", "type": "scroll", "top": 0, "left": 60, "textStyle": {"color": "#888"}},
+        "grid": {"left": 50, "right": 20, "top": 40, "bottom": 30},
         "tooltip": {"trigger": "axis", ":valueFormatter": ROUND},
         "animation": False,
         "xAxis": grid | {"min": "dataMin", "max": "dataMax"},
@@ -47,8 +47,9 @@ def draw(studio: Studio) -> None:
     select = ui.select({}, label="runs", multiple=True, with_input=True).props("use-chips").classes("w-full")
     with ui.row().classes("items-center"):
         axis = ui.toggle(["step", "tokens", "minutes"], value="step").props("dense no-caps")
-        ui.button("Save", on_click=lambda: send(SIGUSR1, "saves after this step"))
-        ui.button("Stop").on("click", lambda: send(SIGINT, "stops after this step, and saves"), js_handler=CONFIRM)
+        ui.button("Save", on_click=lambda: send(SIGUSR1, "saves after this step")).props("outline no-caps")
+        stop = ui.button("Stop").props("outline no-caps")
+        stop.on("click", lambda: send(SIGINT, "stops after this step, and saves"), js_handler=CONFIRM)
     note = ui.label().classes("code")
     with ui.element("div").classes("w-full grid grid-cols-1 md:grid-cols-3 gap-4"):
         charts = {name: ui.echart({}).classes(classes) for name, classes in CHARTS.items()}
@@ -74,13 +75,15 @@ def draw(studio: Studio) -> None:
         await asyncio.to_thread(lambda: [run.update() for run in runs.values()])
         for name, element in charts.items():
             element.options.update(await asyncio.to_thread(chart, name, axis.value, runs))
-        damaged = [f"{run.path}: {run.damaged} damaged lines skipped" for run in runs.values() if run.damaged]
-        note.text = "\n".join([*(f"{name}: {describe(entries[name])}" for name in folders), *damaged])
+        notes = [describe(entries[name]).partition("; ")[2] for name in folders]
+        notes += [f"{run.path}: damaged lines skipped: {run.damaged}" for run in runs.values() if run.damaged]
+        note.text = "\n".join(filter(None, notes))
         count, sample.text = samples_at(folders, slider.value)
-        if count and slider.props["max"] != count - 1:
-            slider.props["max"] = slider.value = count - 1
+        if slider.props["max"] != max(0, count - 1):  # the newest sample is shown first
+            slider.props["max"] = slider.value = max(0, count - 1)
         differences.columns = [{"name": name, "label": name, "field": name} for name in ("option", *folders)]
         differences.rows = config_differences(folders)
+        differences.visible = bool(differences.rows)
 
     def send(number: int, text: str) -> None:
         for name in select.value:
