@@ -35,7 +35,7 @@ def chart(name: str, axis: str, runs: dict[str, Metrics]) -> dict[str, Any]:
         "grid": {"left": 50, "right": 20, "top": 40, "bottom": 30},
         "tooltip": {"trigger": "axis", ":valueFormatter": ROUND},
         "animation": False,
-        "xAxis": grid | {"min": "dataMin", "max": "dataMax"},
+        "xAxis": grid,
         "yAxis": grid | {"scale": True},
         "series": series,
     }
