@@ -1,6 +1,7 @@
 """The verbs that train."""
 
 import shlex
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
@@ -95,6 +96,7 @@ def _run(
     to their defaults, but no options from the user's file."""
     if not options.dry_run:
         drop_lost_output()
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a request to save may come before the first step
     if out is None and not options.dry_run:
         raise ValueError("--out is missing; pass a folder for the run, with --resume too: --out RUN --resume")
     from dunes.measure import ranks

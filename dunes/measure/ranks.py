@@ -26,6 +26,7 @@ from copy import deepcopy
 from datetime import timedelta
 from pathlib import Path
 from secrets import token_hex
+from socket import gethostname
 from threading import Event, Thread
 from time import monotonic, sleep
 from typing import Any, TypeVar, cast
@@ -56,13 +57,17 @@ M = TypeVar("M", bound=nn.Module)
 
 def job() -> str:
     """An id of the torchrun command that started this process; with --rdzv_id, the id is equal on all machines."""
-    name, parent = os.environ.get("TORCHELASTIC_RUN_ID", "none"), os.getppid()
-    if name != "none":
-        return name
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return process_id(os.getppid()) if name == "none" else name
+
+
+def process_id(number: int | str) -> str:
+    """A process's number, its start time on Linux (containers often share process numbers), and this machine's
+    name."""
     started = ""
-    with suppress(OSError):  # Linux: adds the start time, since containers often share process numbers
-        started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
-    return f"{parent} {started}"
+    with suppress(OSError):
+        started = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[19]
+    return f"{number} {started} {gethostname()}"
 
 
 def under_torchrun() -> bool:

@@ -441,8 +441,11 @@ def _complete_validation(run: Run) -> None:
 
 
 def _log_step(folder: Path, step: Step, score: Score | None) -> None:
-    """Append the record of a step to metrics.jsonl; `loss_hex` is its exact loss as a hexadecimal float."""
-    record: dict[str, Any] = asdict(step)
+    """Append the record of a step to metrics.jsonl; `loss_hex` is its exact loss as a hexadecimal float.
+
+    `memory` is the peak memory of this process so far, in bytes.
+    """
+    record: dict[str, Any] = asdict(step) | {"memory": measure.peak_memory(measure.device())}
     metrics = {"metrics": values} if (values := record.pop("metrics")) else {}
     record = {"step": record.pop("number")} | record | metrics | {"loss_hex": step.loss.hex()}
     saving.append_metrics(folder, record | (score.record if score else {}))

@@ -52,7 +52,8 @@ class FolderInUse(ValueError):
 def run_lock(folder: Path) -> Iterator[None]:
     """Lock the run's folder. Raises FolderInUse if another process has the lock.
 
-    The lock is also released when the process dies.
+    The lock is also released when the process dies. The locked file contains the ids of the torchrun command and
+    of this process.
     """
     if not ranks.is_first():
         yield
@@ -62,8 +63,9 @@ def run_lock(folder: Path) -> Iterator[None]:
     lock.touch()
     try:
         with folder_lock(lock, wait=False):
-            if lock.read_text() != ranks.job():  # no needless write: a kill could leave the file empty
-                lock.write_text(ranks.job())
+            with lock.open("r+") as file:  # not truncated first, since a kill could leave the file empty
+                file.write(f"{ranks.job()}\n{ranks.process_id(os.getpid())}")
+                file.truncate()
             yield
     except BlockingIOError:
         remedy = "wait for it, or choose another --out"
@@ -92,7 +94,25 @@ def was_started_by_job(folder: Path) -> bool:
     """True if the last run in the folder was started by the same torchrun command as this process."""
     lock = folder / "state" / "lock"
     started = ranks.under_torchrun() and lock.is_file() and (folder / "state" / "plan.json").exists()
-    return started and lock.read_text() == ranks.job()
+    return started and lock.read_text().split("\n")[0] == ranks.job()
+
+
+def signal_run(folder: Path, number: int = 0) -> bool:
+    """Send a signal (see `stop_signals`) to the process on this machine that has the run's lock; 0 sends none.
+
+    Returns False if there is no such process, or if it is another user's.
+    """
+    lock = folder / "state" / "lock"
+    process = lock.read_text().partition("\n")[2] if lock.is_file() else ""
+    pid = process.partition(" ")[0]
+    if process != ranks.process_id(pid) or not os.access(lock, os.W_OK):
+        return False  # the lock is not tried, since a run may be about to take it
+    try:
+        with folder_lock(lock, wait=False):
+            return False
+    except BlockingIOError:
+        os.kill(int(pid), number)
+        return True
 
 
 def start_run(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> None:
@@ -136,10 +156,11 @@ def append_metrics(folder: Path, record: dict[str, Any]) -> None:
 
 def read_metrics(path: Path, warn: Line = print_warning) -> list[dict[str, Any]]:
     """The undamaged records of a metrics.jsonl; `warn` is called with a line about damaged records."""
-    return read_records(path, "the metrics of a step", _is_metric, warn)
+    return read_records(path, "the metrics of a step", is_metric, warn)
 
 
-def _is_metric(record: dict[str, Any]) -> bool:
+def is_metric(record: dict[str, Any]) -> bool:
+    """True if a JSON object has the fields that each record of a metrics.jsonl has."""
     return "step" in record and ("loss" not in record or "seconds" in record)
 
 
@@ -147,7 +168,7 @@ def truncate_metrics(path: Path, step: int) -> None:
     """Remove the records after `step` from metrics.jsonl, since a resumed run writes these records again."""
     lines = read_lines(path)
     records = map(parse_line, lines)
-    later = [record is not None and _is_metric(record) and record["step"] > step for record in records]
+    later = [record is not None and is_metric(record) and record["step"] > step for record in records]
     if any(later) and ranks.is_first():
         write_file(path, b"\n".join(line for line, is_later in zip(lines, later, strict=True) if not is_later))
 
