@@ -1,28 +1,28 @@
 """The view that writes: beams, the places of copies, files of a project, and the page in a browser."""
 
 import re
-from contextlib import closing
-from functools import partial
 
 import pytest
 
 from dunes.serve import app
 from dunes.serve.fields import Fields, Refused
-from dunes.serve.worker import Worker
 from dunes.studio.project_files import LARGEST, read_project_file
 from studio import needs_browser, opened, studio
-from test_serve import BEFORE, LINE, programs, request_of, run  # noqa: F401  (fixtures)
+from test_serve import BEFORE, LINE, ok, port, programs, run  # noqa: F401  (fixtures)
 
 
-def test_tokens_name_the_places_that_they_were_copied_from(run, programs):  # noqa: F811
-    with closing(Worker([run], 0.0, (), print, follows=False)) as worker:
-        suggest = partial(request_of, app.Server(worker).app(), "/suggest")
-        places = [token["copied"] for token in suggest({"before": BEFORE, "tokens": True})["tokens"]]
-        above = f"\n{LINE.format(77)}\n{LINE[:20]}"
-        assert suggest({"before": above, "tokens": True})["tokens"][0]["copied"] == ["", 2]
-        few, many = (suggest({"before": "def ", "tokens": True, "beams": n})["suggestions"] for n in (1, 8))
+def test_tokens_name_the_places_that_they_were_copied_from(port, programs):  # noqa: F811
+    far = ok(port, "/suggest", {"before": BEFORE, "tokens": True})["tokens"]
+    near = ok(port, "/suggest", {"before": f"\n{LINE.format(77)}\n{LINE[:20]}", "tokens": True})["tokens"]
     lines = (programs / "module_1.py").read_text().split("\n")
-    assert {(file, lines[line - 1]) for file, line in places} == {("module_1.py", LINE.format(1))}
+    places = {(file, lines[line - 1]) for file, line in (token["copied"] for token in far)}
+    assert places == {("module_1.py", LINE.format(1))}
+    assert near[0]["copied"] == ["", 2]
+
+
+def test_a_request_sets_its_beams(port):  # noqa: F811
+    body = {"before": "def ", "tokens": True}
+    few, many = (ok(port, "/suggest", body | {"beams": beams})["suggestions"] for beams in (1, 8))
     assert len(few) == 1 < len(many)
     for beams in (0, 9, 1.5, "3", True):
         with pytest.raises(Refused, match="beams"):
@@ -33,9 +33,9 @@ def test_only_text_files_of_the_project_are_read(tmp_path):
     root, secret = tmp_path / "root", tmp_path / "secret.py"
     root.mkdir()
     (root / "link.py").symlink_to(secret)
-    for path, data in (("a.py", b"x"), ("nul", b"\0"), ("latin", b"\xe9"), ("large", b"x" * (LARGEST + 1))):
-        (root / path).write_bytes(data)
-    secret.write_text("y")
+    files = {"root/a.py": b"x", "root/nul": b"\0", "root/latin": b"\xe9", "root/large": b"x" * (LARGEST + 1)}
+    for path, data in {"secret.py": b"y", **files}.items():
+        (tmp_path / path).write_bytes(data)
     assert read_project_file("a.py", [tmp_path / "none", root]) == (root / "a.py", "x")
     assert read_project_file(str(secret), [root, secret]) == (secret, "y")
     for name in (str(secret), "../secret.py", "link.py", "nul", "latin", "large", "."):
@@ -56,11 +56,11 @@ def test_a_suggestion_is_accepted_and_its_source_opened(run, programs):  # noqa:
         text.press("Control+End")
         page.keyboard.type(BEFORE)
         expect(page.locator(".ghost")).to_have_text(line[14:])
+        page.locator(".token", has_text="other").click()
+        expect(page.locator(":focus")).to_contain_text(line)
+        expect(page.locator("b")).to_have_text(re.compile(r"module_1\.py, line \d+"))
+        page.keyboard.press("Escape")
         page.keyboard.press("Control+ArrowRight")
         expect(text).to_have_value(re.compile(r"return value_3$"))
         page.keyboard.press("Tab")
         expect(text).to_have_value(re.compile(re.escape(line) + "$"))
-        page.keyboard.press("Control+z")
-        page.locator(".token", has_text="other").click()
-        expect(page.get_by_text(re.compile(r"^module_1\.py, line \d+$"))).to_be_visible()
-        assert line in page.evaluate("document.activeElement.textContent")

@@ -29,7 +29,7 @@ export default {
     <div :class="{ dim: !ghost }">
       <button v-for="token in tokens" class="token code px-1" @focus="chosen = token" @mouseenter="chosen = token"
         :style="'border-bottom: 3px solid var(--' + (isCopied(token) ? 'train)' : 'val)')"
-        @click="$emit('source', token.copied, before + after)">{{ token.text.replace(/\\n/, "⏎") }}<br>
+        @click="token.copied && $emit('source', token.copied, before + after)">{{ token.text.replace(/\\n/, "⏎") }}<br>
         <small>{{ percent(token.probability) }}</small></button>
       <div v-if="chosen">{{ percent(chosen.model) }} by the model alone; most probable:
         <span v-for="[text, prob] in chosen.likely" class="code mr-4">{{ JSON.stringify(text) }} {{ percent(prob) }}</span>

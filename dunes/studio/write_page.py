@@ -11,8 +11,8 @@ from dunes.studio.project_files import read_project_file
 
 
 class GhostEditor(ui.element, component="ghost.js"):
-    """An editor that shows the suggestion at the cursor and explains it. After a click on a token, emits
-    `source` with the place where it occurs, if any, and the editor's text."""
+    """An editor that shows the suggestion at the cursor and explains it. After a click on a token with
+    a place, emits `source` with the place and the editor's text."""
 
 
 async def draw(studio: Studio) -> None:
@@ -23,36 +23,33 @@ async def draw(studio: Studio) -> None:
     async def open_model() -> str:
         """Load the chosen model; returns its note."""
         key = await studio.models.open(paths.get(model.value, model.value))
-        served = next(iter(studio.models.worker(key).models.values()))
+        served = studio.models.worker(key).find("")
         texts.update(served.current.completer.training_files)
-        threshold = min(1.0, served.threshold)
-        editor.run_method("load", {"key": key, "threshold": threshold, "beams": None, "times": []})
+        values = {"key": key, "threshold": min(1.0, served.threshold), "beams": None, "times": []}
+        editor.run_method("load", values)
         roots[1:] = [root for source in training_sources(served.folder)[0] for root in source_roots(source)]
         return served.current.note
 
     async def open_chosen(*fields: ui.element) -> None:
         """Open the model, the file (its text replaces the editor's), or both, as chosen in these fields."""
         status.text = "opening ..."
-        try:
-            note = await open_model() if model in fields and model.value else ""
-            if file in fields and file.value:
-                path, text = await asyncio.to_thread(read_project_file, file.value, roots)
-                editor.run_method("load", {"path": str(path)}, text)
-            status.text = note
-        except (ValueError, OSError) as error:
-            status.text = " ".join(str(error).split())
+        note = await open_model() if model in fields and model.value else ""
+        if file in fields and file.value:
+            path, text = await asyncio.to_thread(read_project_file, file.value, roots)
+            editor.run_method("load", {"path": str(path)}, text)
+        status.text = note
 
-    def reveal(place: tuple[str, int] | None, text: str) -> None:
+    def reveal(place: tuple[str, int], text: str) -> None:
         """Show the place beside the editor; `text` is the editor's."""
-        if place:
-            editor.run_method("reveal", place, texts.get(place[0], "") if place[0] else text)
+        editor.run_method("reveal", place, texts.get(place[0], "") if place[0] else text)
 
     with ui.row().classes("w-full items-end"):
         names = dict.fromkeys([*paths, *query.getlist("model")])
         model = ui.select([*names], label="Model", value=query.get("model"), new_value_mode="add-unique")
         file = ui.input("File", value=query.get("file", "")).classes("grow")
-    status = ui.label().props("role=status")
-    editor = GhostEditor().on("source", lambda event: reveal(*event.args))
     model.on_value_change(lambda: open_chosen(model))
     file.on("keydown.enter", lambda: open_chosen(file))
+    status = ui.label().props("role=status")
+    editor = GhostEditor().on("source", lambda event: reveal(*event.args))
+    ui.on_exception(lambda error: status.set_text(" ".join(str(error).split())))
     ui.timer(0, lambda: open_chosen(model, file), once=True)
