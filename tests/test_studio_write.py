@@ -1,7 +1,5 @@
 """The view that writes: beams, the places of copies, files of a project, and the page in a browser."""
 
-import re
-
 import pytest
 
 from dunes.serve import app
@@ -21,9 +19,8 @@ def test_tokens_name_the_places_that_they_were_copied_from(port, programs):  # n
 
 
 def test_a_request_sets_its_beams(port):  # noqa: F811
-    body = {"before": "def ", "tokens": True}
-    few, many = (ok(port, "/suggest", body | {"beams": beams})["suggestions"] for beams in (1, 8))
-    assert len(few) == 1 < len(many)
+    few, many = (ok(port, "/suggest", {"before": "def ", "tokens": True, "beams": n}) for n in (1, 8))
+    assert len(few["suggestions"]) == 1 < len(many["suggestions"])
     for beams in (0, 9, 1.5, "3", True):
         with pytest.raises(Refused, match="beams"):
             app.read_suggest(Fields({"beams": beams}))
@@ -37,7 +34,6 @@ def test_only_text_files_of_the_project_are_read(tmp_path):
     for path, data in {"secret.py": b"y", **files}.items():
         (tmp_path / path).write_bytes(data)
     assert read_project_file("a.py", [tmp_path / "none", root]) == (root / "a.py", "x")
-    assert read_project_file(str(secret), [root, secret]) == (secret, "y")
     for name in (str(secret), "../secret.py", "link.py", "nul", "latin", "large", "."):
         with pytest.raises(ValueError, match=(root / name).resolve().name):
             read_project_file(name, [root])
@@ -48,19 +44,19 @@ def test_only_text_files_of_the_project_are_read(tmp_path):
 def test_a_suggestion_is_accepted_and_its_source_opened(run, programs):  # noqa: F811
     from playwright.sync_api import expect
 
-    file, line = programs / "module_3.py", LINE.format(1)
+    file, rest = programs / "module_3.py", LINE.format(1)[len("    return val") :]
     with studio(run.parent) as address, opened(f"{address}/write?model=run&file={file}") as page:
         text = page.get_by_label("Text")
         expect(text).to_have_value(file.read_text(), timeout=60_000)
         page.get_by_label("Threshold").fill("0")
         text.press("Control+End")
         page.keyboard.type(BEFORE)
-        expect(page.locator(".ghost")).to_have_text(line[14:])
+        expect(page.locator(".ghost")).to_have_text(rest)
         page.locator(".token", has_text="other").click()
-        expect(page.locator(":focus")).to_contain_text(line)
-        expect(page.locator("b")).to_have_text(re.compile(r"module_1\.py, line \d+"))
+        expect(page.locator("b")).to_have_text("module_1.py, line 16")
+        expect(page.locator(":focus")).to_have_text(f"  16 {LINE.format(1)}")
         page.keyboard.press("Escape")
         page.keyboard.press("Control+ArrowRight")
-        expect(text).to_have_value(re.compile(r"return value_3$"))
+        expect(text).to_have_value(file.read_text() + BEFORE + "ue_3")
         page.keyboard.press("Tab")
-        expect(text).to_have_value(re.compile(re.escape(line) + "$"))
+        expect(text).to_have_value(file.read_text() + BEFORE + rest)

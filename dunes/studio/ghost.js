@@ -13,16 +13,16 @@ export default {
       <span v-if="times.length" class="dim">{{ times[0].toFixed(1) }} ms, median of {{
         times.length }}: {{ median.toFixed(1) }} ms</span>
     </div>
-    <div class="relative overflow-auto" style="max-height: 24rem; border-left: 3px solid var(--q-primary)">
-      <textarea ref="text" class="absolute inset-0 w-full h-full p-2 resize-none overflow-hidden" style="${FONT}"
-        aria-label="Text" aria-describedby="keys" spellcheck="false" @input="read" @click="read" @keyup="read"
+    <div class="overflow-auto" style="max-height: 24rem; border-left: 3px solid var(--q-primary)"><div class="relative">
+      <textarea ref="text" class="absolute inset-0 w-full h-full p-2 border-0 resize-none overflow-hidden bg-transparent"
+        style="${FONT}" aria-label="Text" aria-describedby="keys" spellcheck="false" @input="read" @click="read" @keyup="read"
         @keydown.tab.exact="accept($event, ghost)" @keydown.arrow-right.ctrl="accept($event, word)"
         @keydown.arrow-right.alt="accept($event, word)" @keydown.esc="controller?.abort(); suggestion = ''"></textarea>
       <pre class="relative p-2 m-0 pointer-events-none" style="${FONT} min-height: 16rem" aria-hidden="true"><span
         class="invisible">{{ before }}</span><span v-if="ghost" class="ghost ml-px ${PAPER}" style="color: #888">{{
         ghost }}</span><span :class="ghost ? '${PAPER}' : 'invisible'">{{ rest }}</span><span class="invisible">{{
         after.slice(rest.length) }} </span></pre>
-    </div>
+    </div></div>
     <div id="keys" class="dim">Tab accepts the suggestion, Ctrl+Right or Alt+Right one word, Escape dismisses it.
       Tab without a suggestion leaves the editor. Nothing is saved.</div>
     <div v-if="error" class="text-negative" role="alert">{{ error }}</div>
