@@ -9,7 +9,7 @@ export default {
   <div class="min-w-0 flex flex-col gap-3" style="flex: 2 1 20rem">
     <div class="flex flex-wrap gap-x-6">
       <label>Threshold {{ percent(threshold) }} <input type="range" max="1" step="0.01" v-model.number="threshold"></label>
-      <label>Beams {{ beams ?? "by default" }} <input type="range" min="1" max="8" v-model.number="beams" @change="ask"></label>
+      <label>Beams {{ beams ?? "by default" }} <input type="range" min="1" max="8" v-model.number="beams" @change="key && ask()"></label>
       <span v-if="times.length" class="dim">{{ times[0].toFixed(1) }} ms, median of {{
         times.length }}: {{ median.toFixed(1) }} ms</span>
     </div>
