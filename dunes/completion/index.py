@@ -91,9 +91,9 @@ def find_copy(text: bytes, sources: Sequence[TextSource], indexes: Iterable[Text
     if length < COPIED:
         return None
     last = positions[0] - 1
-    number, start = found.count(b"\0", 0, last), found.rfind(b"\0", 0, last) + 1
-    names = [index.files[number].name or "a record" for index in indexes if index.text is found]
-    return "".join(names), 1 + found.count(b"\n", start, last)
+    files = [file for index in indexes if index.text is found for file in index.files if file.first_byte <= last]
+    name, start = (files[-1].name or "a record", files[-1].first_byte) if files else ("", 0)
+    return name, 1 + found.count(b"\n", start, last)
 
 
 def first_documents(documents: Sequence[Document]) -> Sequence[Document]:
