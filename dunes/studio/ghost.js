@@ -25,7 +25,7 @@ export default {
     </div></div>
     <div id="keys" class="dim">Tab accepts the suggestion, Ctrl+Right or Alt+Right one word, Escape dismisses it.
       Tab without a suggestion leaves the editor. Nothing is saved.</div>
-    <div v-if="error" class="text-negative" role="alert">{{ error }}</div>
+    <div v-if="error || note" :class="error && 'text-negative'" role="alert">{{ error || note }}</div>
     <div :class="{ dim: !ghost }">
       <button v-for="token in tokens" class="token code px-1" @focus="chosen = token" @mouseenter="chosen = token"
         :style="'border-bottom: 3px solid var(--' + (isCopied(token) ? 'train)' : 'val)')"
@@ -46,7 +46,7 @@ export default {
   </div>
 </div>`,
   data: () => ({
-    key: "", path: "", before: "", after: "", threshold: 0, beams: null, times: [], error: "",
+    key: "", path: "", before: "", after: "", threshold: 0, beams: null, times: [], error: "", note: "",
     suggestion: "", suggestions: [], tokens: [], chosen: null, source: null,
   }),
   computed: {

@@ -20,24 +20,20 @@ async def draw(studio: Studio) -> None:
     query, texts, roots = ui.context.client.request.query_params, dict[str, str](), [studio.root]
     paths = {entry.name: str(entry.path) for entry in await asyncio.to_thread(studio.entries) if entry.is_model}
 
-    async def open_model() -> str:
-        """Load the chosen model; returns its note."""
-        key = await studio.models.open(paths.get(model.value, model.value))
-        served = studio.models.worker(key).find("")
-        texts.update(served.current.completer.training_files)
-        values = {"key": key, "threshold": min(1.0, served.threshold), "beams": None, "times": []}
-        editor.run_method("load", values)
-        roots[1:] = [root for source in training_sources(served.folder)[0] for root in source_roots(source)]
-        return served.current.note
-
     async def open_chosen(*fields: ui.element) -> None:
         """Open the model, the file (its text replaces the editor's), or both, as chosen in these fields."""
         status.text = "opening ..."
-        note = await open_model() if model in fields and model.value else ""
+        if model in fields and model.value:
+            key = await studio.models.open(paths.get(model.value, model.value))
+            served = studio.models.worker(key).find("")
+            texts.update(served.current.completer.training_files)
+            values = {"key": key, "threshold": min(1.0, served.threshold), "note": served.current.note}
+            editor.run_method("load", values | {"beams": None, "times": []})
+            roots[1:] = [root for source in training_sources(served.folder)[0] for root in source_roots(source)]
         if file in fields and file.value:
             path, text = await asyncio.to_thread(read_project_file, file.value, roots)
             editor.run_method("load", {"path": str(path)}, text)
-        status.text = note
+        status.text = ""
 
     def reveal(place: tuple[str, int], text: str) -> None:
         """Show the place beside the editor; `text` is the editor's."""
