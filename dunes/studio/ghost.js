@@ -1,7 +1,7 @@
 // The editor of the view Write: a textarea, and above it a layer with the same text and the suggestion at the cursor.
 
 const FONT = "font: 14px/20px ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; tab-size: 4;";
-const PAPER = "bg-white dark:bg-[var(--q-dark-page)]"; // hides the text below
+const PAPER = "bg-[#fff] dark:bg-[var(--q-dark-page)]"; // hides the text below
 
 export default {
   template: `
@@ -9,11 +9,11 @@ export default {
   <div class="min-w-0 flex flex-col gap-3" style="flex: 2 1 20rem">
     <div class="flex flex-wrap gap-x-6">
       <label>Threshold {{ percent(threshold) }} <input type="range" max="1" step="0.01" v-model.number="threshold"></label>
-      <label>Beams {{ beams ?? "by default" }} <input type="range" min="1" max="8" v-model.number="beams" @change="key && ask()"></label>
+      <label>Beams {{ beams }} <input type="range" min="1" max="8" v-model.number="beams" @change="key && ask()"></label>
       <span v-if="times.length" class="dim">{{ times[0].toFixed(1) }} ms, median of {{
         times.length }}: {{ median.toFixed(1) }} ms</span>
     </div>
-    <div class="overflow-auto" style="max-height: 24rem; border-left: 3px solid var(--q-primary)"><div class="relative">
+    <div class="overflow-auto" style="max-height: 24rem; scroll-padding: 4rem 0; border-left: 3px solid var(--q-primary)"><div class="relative">
       <textarea ref="text" class="absolute inset-0 w-full h-full p-2 border-0 resize-none overflow-hidden bg-transparent"
         style="${FONT}" aria-label="Text" aria-describedby="keys" spellcheck="false" @input="read" @click="read" @keyup="read"
         @keydown.tab.exact="accept($event, ghost)" @keydown.arrow-right.ctrl="accept($event, word)"
@@ -29,10 +29,11 @@ export default {
     <div :class="{ dim: !ghost }">
       <button v-for="token in tokens" class="token code px-1" @focus="chosen = token" @mouseenter="chosen = token"
         :style="'border-bottom: 3px solid var(--' + (isCopied(token) ? 'train)' : 'val)')"
-        @click="token.copied && $emit('source', token.copied, before + after)">{{ token.text.replace(/\\n/, "⏎") }}<br>
-        <small>{{ percent(token.probability) }}</small></button>
-      <div v-if="chosen">{{ percent(chosen.model) }} by the model alone; most probable:
-        <span v-for="[text, prob] in chosen.likely" class="code mr-4">{{ JSON.stringify(text) }} {{ percent(prob) }}</span>
+        @click="token.copied && $emit('source', token.copied, before + after)">{{ token.text.replace(/\\n/, "⏎")
+        }}<br><small>{{ percent(token.probability) }}</small></button>
+      <div v-if="chosen" class="my-3">{{ isCopied(chosen) ? "Mostly copied" : "From the model" }};
+        {{ percent(chosen.model) }} by the model alone; most probable: <span
+        v-for="[text, prob] in chosen.likely.filter(([text]) => text)" class="mr-4"><span class="code">{{ JSON.stringify(text) }}</span> {{ percent(prob) }}</span>
         <span v-if="chosen.copied">occurs in {{ name(chosen.copied) }}</span></div>
       <div v-for="each in suggestions"><span class="code">{{ each.text }}</span> <span class="dim">first word
         {{ percent(each.word) }}, line {{ percent(each.line) }}, {{ each.source }}</span></div>

@@ -27,8 +27,13 @@ async def draw(studio: Studio) -> None:
             key = await studio.models.open(paths.get(model.value, model.value))
             served = studio.models.worker(key).find("")
             texts.update(served.current.completer.training_files)
-            values = {"key": key, "threshold": min(1.0, served.threshold), "note": served.current.note}
-            editor.run_method("load", values | {"beams": None, "times": []})
+            values = {
+                "key": key,
+                "threshold": min(1.0, served.threshold),
+                "note": served.current.note,
+                "times": [],
+            }
+            editor.run_method("load", values | {"beams": getattr(served.current.completer, "width", 1)})
             roots[1:] = [root for source in training_sources(served.folder)[0] for root in source_roots(source)]
         if file in fields and file.value:
             path, text = await asyncio.to_thread(read_project_file, file.value, roots)
@@ -43,9 +48,9 @@ async def draw(studio: Studio) -> None:
         names = dict.fromkeys([*paths, *query.getlist("model")])
         model = ui.select([*names], label="Model", value=query.get("model"), new_value_mode="add-unique")
         file = ui.input("File", value=query.get("file", "")).classes("grow")
+        status = ui.label().props("role=status")
     model.on_value_change(lambda: open_chosen(model))
     file.on("keydown.enter", lambda: open_chosen(file))
-    status = ui.label().props("role=status")
     editor = GhostEditor().on("source", lambda event: reveal(*event.args))
     ui.on_exception(lambda error: status.set_text(" ".join(str(error).split())))
     ui.timer(0, lambda: open_chosen(model, file), once=True)
