@@ -6,7 +6,7 @@ const PAPER = "bg-[#fff] dark:bg-[var(--q-dark-page)]"; // hides the text below
 export default {
   template: `
 <div class="w-full flex flex-wrap gap-6" style="accent-color: var(--q-primary); font-variant-numeric: tabular-nums">
-  <div class="min-w-0 flex flex-col gap-3" style="flex: 2 1 20rem">
+  <div class="min-w-0 flex flex-col gap-3" style="flex: 0 1 42rem">
     <div class="flex flex-wrap gap-x-6">
       <label>Threshold {{ percent(threshold) }} <input type="range" max="1" step="0.01" v-model.number="threshold"></label>
       <label>Beams {{ beams }} <input type="range" min="1" max="8" v-model.number="beams" @change="key && ask()"></label>
@@ -31,11 +31,11 @@ export default {
         :style="'border-bottom: 3px solid var(--' + (isCopied(token) ? 'train)' : 'val)')"
         @click="token.copied && $emit('source', token.copied, before + after)">{{ token.text.replace(/\\n/, "⏎")
         }}<br><small>{{ percent(token.probability) }}</small></button>
-      <div v-if="chosen" class="my-3">{{ isCopied(chosen) ? "Mostly copied" : "From the model" }};
+      <div v-if="chosen" class="my-3">{{ isCopied(chosen) ? "Copied" : "From the model" }};
         {{ percent(chosen.model) }} by the model alone; most probable: <span
         v-for="[text, prob] in chosen.likely.filter(([text]) => text)" class="mr-4"><span class="code">{{ JSON.stringify(text) }}</span> {{ percent(prob) }}</span>
         <span v-if="chosen.copied">occurs in {{ name(chosen.copied) }}</span></div>
-      <div v-for="each in suggestions"><span class="code">{{ each.text }}</span> <span class="dim">first word
+      <div v-for="each in suggestions"><span class="code">{{ each.text || "(nothing)" }}</span> <span class="dim">first word
         {{ percent(each.word) }}, line {{ percent(each.line) }}, {{ each.source }}</span></div>
     </div>
   </div>
@@ -58,7 +58,7 @@ export default {
     isCopied: (vm) => (token) => vm.suggestions[0].source === "copies" || token.model < token.probability / 2,
   },
   methods: {
-    percent: (prob) => `${(100 * prob).toFixed(prob < 0.1 ? 1 : 0)} %`,
+    percent: (prob) => `${(100 * prob).toFixed(prob < 0.1 ? 1 : 0)}\u00a0%`,
     name: ([file, line]) => `${file || "this text"}, line ${line}`,
     load(values, text) {
       Object.assign(this, { before: "", after: "", error: "" }, values);

@@ -26,14 +26,10 @@ async def draw(studio: Studio) -> None:
         if model in fields and model.value:
             key = await studio.models.open(paths.get(model.value, model.value))
             served = studio.models.worker(key).find("")
-            texts.update(served.current.completer.training_files)
-            values = {
-                "key": key,
-                "threshold": min(1.0, served.threshold),
-                "note": served.current.note,
-                "times": [],
-            }
-            editor.run_method("load", values | {"beams": getattr(served.current.completer, "width", 1)})
+            current, threshold = served.current, min(1.0, served.threshold)
+            texts.update(current.completer.training_files)
+            values = {"key": key, "threshold": threshold, "note": current.note, "times": []}
+            editor.run_method("load", values | {"beams": getattr(current.completer, "width", 1)})
             roots[1:] = [root for source in training_sources(served.folder)[0] for root in source_roots(source)]
         if file in fields and file.value:
             path, text = await asyncio.to_thread(read_project_file, file.value, roots)
