@@ -20,7 +20,7 @@ from dunes.checkpoint.trained_text import trained_text
 from dunes.completion import Source, Suggestion
 from dunes.completion.copy_gate import scored_places
 from dunes.completion.copy_mixture import Mixture, RememberedLogits
-from dunes.completion.index import TextIndex, index_texts
+from dunes.completion.index import TextIndex, find_copy, index_texts
 from dunes.completion.names import Place, newest
 from dunes.completion.search import DEFAULTS, LIMIT, WIDTH, Beam, CompleteOptions, LineSearch
 from dunes.completion.text import (
@@ -213,8 +213,9 @@ class CompletionEngine:
     def explain(
         self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS
     ) -> list[dict[str, Any]]:
-        """For each token of the first suggestion: its text, its probability, the model's probability, and likely
-        tokens.
+        """For each token of the first suggestion: its text, its probability, the model's probability, likely
+        tokens, and the place `copied` where the text up to the token occurs. This place is the result of
+        `find_copy`; its file is empty for the text around the cursor. Files in `options` are not searched.
 
         Probabilities are conditional on the text around the cursor, including the typed part of a token. The
         product of the tokens' probabilities is the line's probability. The last tokens returned, such as a line
@@ -224,20 +225,25 @@ class CompletionEngine:
         shown = self.complete(before, after, name, options).text
         search, ranked = self._find(before, after, name, options)
         (rest, beam), mixture, tokens = ranked[0], search.mixture, list[dict[str, Any]]()
-        is_same = shown == rest  # False if a rule in names.py changed the text
-        typed_and_shown = mixture.copies.typed + shown.encode()
-        rest, beam = shown, search.score(beam.ids if is_same else self._vocabulary.encode(typed_and_shown))
-        decode = partial(bytes.decode, errors="replace")
+        if shown != rest:  # a rule in names.py changed the text
+            beam = Beam(tuple(self._vocabulary.encode(mixture.copies.typed + shown.encode())))
+        beam, decode = search.score(beam.ids), partial(bytes.decode, errors="replace")
         typed, mixed_sum, alone_sum = len(mixture.copies.typed), 0.0, 0.0
-        for place, (id, logprob) in enumerate(zip(beam.ids, beam.logprobs, strict=True) if rest else ()):
+        above, below = valid_text(before).encode(), valid_text(after).encode()
+        sources = TextSource(above + b"\xff" + below), *self.far(name)  # no match crosses a byte that UTF-8 lacks
+        indexes = [*filter(None, (self.index, *(index for _, index in self._open.parts)))]
+        written = above[: len(above) - typed]
+        for place, (id, logprob) in enumerate(zip(beam.ids, beam.logprobs, strict=True) if shown else ()):
             ids, piece = [*search.prompt, *beam.ids[:place]], self.files.pieces[id]
             best = (mixed := mixture.after_one(ids, 0)).topk(min(LIKELY, len(mixed)))
             mixed_sum, alone_sum = mixed_sum + logprob, alone_sum + float(mixture.alone(ids)[id])
+            written += piece
             if len(piece) > typed:  # else its probability is included in the next token's
                 pairs = zip(best.indices.tolist(), best.values.exp().tolist(), strict=True)
                 likely = [[decode(self.files.pieces[i][typed:]), prob] for i, prob in pairs]
                 probs = {"probability": math.exp(min(mixed_sum, 0.0)), "model": math.exp(min(alone_sum, 0.0))}
-                tokens.append({"text": decode(piece[typed:]), **probs, "likely": likely})
+                copied = find_copy(written, sources, indexes)
+                tokens.append({"text": decode(piece[typed:]), **probs, "likely": likely, "copied": copied})
                 mixed_sum = alone_sum = 0.0
             typed = max(0, typed - len(piece))
         return tokens

@@ -24,7 +24,7 @@ from dunes.files import json_file
 from dunes.files.atomic import write_file
 from dunes.files.model_file import find_file
 from dunes.generate.context_index import DEPTH, ContextIndex
-from dunes.generate.copying import DEPTH_BYTES, TextSource, index_ids
+from dunes.generate.copying import DEPTH_BYTES, TextSource, index_ids, longest_match
 from dunes.progress import advance, each
 from dunes.text.lines import valid_text
 
@@ -35,6 +35,8 @@ MOST = 12_000_000
 """Maximum bytes of text in an index; sorting the contexts of more text takes longer than ten seconds."""
 SHORT = 4_000
 """Minimum size, in bytes, of a text from which `named_texts` takes a part."""
+COPIED = 16
+"""Minimum number of bytes of a match of which `find_copy` returns the place."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,22 @@ class TextIndex:
         bounds = pairwise([*(file.first_byte for file in self.files), len(self.text)])
         parts = (self.text[a : b - 1].decode() for a, b in bounds)
         return [(file.name, text) for file, text in zip(self.files, parts, strict=True)]
+
+
+def find_copy(text: bytes, sources: Sequence[TextSource], indexes: Iterable[TextIndex]) -> tuple[str, int] | None:
+    """The file and the line, counted from 1, at which the longest match of the end of `text` ends. The file is
+    empty for a source without an index. None if fewer than COPIED bytes match.
+
+    Among equally long matches, the first source wins, and then the last match. This is where the text occurs; that
+    a model wrote it because of this occurrence is not known.
+    """
+    length, positions, found = longest_match(sources, text[-DEPTH_BYTES:])
+    if length < COPIED:
+        return None
+    last = positions[0] - 1
+    files = [file for index in indexes if index.text is found for file in index.files if file.first_byte <= last]
+    name, start = (files[-1].name or "a record", files[-1].first_byte) if files else ("", 0)
+    return name, 1 + found.count(b"\n", start, last)
 
 
 def first_documents(documents: Sequence[Document]) -> Sequence[Document]:

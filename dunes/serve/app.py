@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dunes.serve.client import AGENT, RECENT
-from dunes.serve.fields import BODY, Fields, Refused, parse
+from dunes.serve.fields import BEAMS, BODY, Fields, Refused, parse
 from dunes.serve.protocols import DESCRIPTIONS, ENDPOINTS, protocol_of
 from dunes.serve.protocols.protocol import Endpoint
 from dunes.serve.requests import Answer, Answers, Asked, Event, LineRequest, Named, TextRequest
@@ -42,11 +42,12 @@ EMPTY = Answer(reason="length")
 
 def read_suggest(fields: Fields) -> Asked:
     """Read a request of `dunes complete` or `dunes studio`; its field `tokens` asks for an explanation of the
-    first suggestion."""
+    first suggestion, and `beams` sets the number of beams."""
     before, after, path = fields.text("before"), fields.text("after"), fields.path("path")
     explains, model = fields.flag("tokens"), fields.text("model")
+    beams = fields.integer("beams", 1, 1, BEAMS) if fields.has("beams") else None
     line = LineRequest(
-        before, after, path, (), 3 if explains else 1, model=model, shows_all=True, explains=explains
+        before, after, path, (), 3 if explains else 1, model=model, shows_all=True, explains=explains, beams=beams
     )
     return Asked(fields, [line])
 

@@ -24,6 +24,8 @@ STOP = 1_000
 """Maximum characters of a stop string."""
 CHOICES = 4
 """Maximum number of choices."""
+BEAMS = 8
+"""Maximum number of beams of a line search."""
 FILES = 64
 """Maximum number of open files."""
 ENDLESS = 4096

@@ -50,6 +50,8 @@ class LineRequest:
     explains: bool = False
     """True if the answer explains the tokens of the first suggestion. If `shows_all` is true, improbable and short
     suggestions are kept."""
+    beams: int | None = None
+    """Number of beams of the search; None for the model's default."""
 
 
 @dataclass(frozen=True)

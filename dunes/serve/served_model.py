@@ -253,6 +253,7 @@ class ServedModel:
         name = request.name and self.name_of(request.name)
         name = name or files.find(request.before, request.after)
         options = CompleteOptions(
+            width=request.beams,
             alternatives=min(WIDTH, request.alternatives),
             max_tokens=request.max_tokens,
             stop=request.stop,
