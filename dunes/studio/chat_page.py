@@ -32,8 +32,7 @@ async def draw(studio: Studio) -> None:
 
     async def edit(place: int, asks: bool = False) -> None:
         """Take a question back, and all that follows; it can be changed and sent again."""
-        stop()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks)
         box.value = talk[2 * place + 1]["content"]
         for block in history.default_slot.children[place:]:
             block.delete()
@@ -85,8 +84,9 @@ async def draw(studio: Studio) -> None:
     with ui.expansion("System prompt and sampling").classes("w-full"), ui.row():
         ui.textarea("System prompt").props("autogrow").classes("w-full").bind_value(talk[0], "content")
         numbers = {name: ui.number(name.replace("_", " "), value=value) for name, value in SETTINGS.items()}
-    history = ui.column().classes("w-full gap-6")
-    with ui.row().classes("w-full items-center no-wrap sticky bottom-0 z-10 py-2 bg-white dark:bg-[#121212]"):
+    with ui.column().classes("w-full flex-col-reverse overflow-y-auto max-h-[60vh]"):  # stays at its end
+        history = ui.column().classes("w-full gap-6")
+    with ui.row().classes("w-full items-center no-wrap"):
         box = ui.textarea("Message").props("autogrow").classes("grow").on("keydown.enter.exact.prevent", ask)
         ui.button("Send", on_click=ask)
         ui.button("Stop", on_click=stop).props("flat")
