@@ -22,7 +22,6 @@ async def draw(studio: Studio) -> None:
     talk, tasks = [{"role": "system", "content": ""}], list[asyncio.Task[str]]()
     paths = {entry.name: str(entry.path) for entry in await asyncio.to_thread(studio.entries) if entry.is_model}
     models = [*dict.fromkeys([*ui.context.client.request.query_params.getlist("model"), *paths])]
-    stop = lambda: [task.cancel() for task in tasks]
 
     def save(file: str, row: dict[str, list[dict[str, str]]], reply: dict[str, str]) -> None:
         """Append a row to a file in the studio's folder. The conversation goes on from the row's answer."""
@@ -52,7 +51,9 @@ async def draw(studio: Studio) -> None:
         tasks[:] = [asyncio.create_task(answer(block, model, request)) for model in select.value]
         place, reply, box.value = len(talk) // 2, {"role": "assistant", "content": ""}, ""
         talk.extend((prompt[-1], reply))
-        reply["content"] = (texts := await asyncio.gather(*tasks))[0]
+        answers = asyncio.gather(*tasks)
+        history.client.on_delete(lambda: answers.cancel())
+        reply["content"] = (texts := await answers)[0]
         with block, ui.button(icon="more_horiz").props('flat round dense aria-label="More"'), ui.menu():
             ui.menu_item("Edit", lambda: edit(place))
             ui.menu_item("Regenerate", lambda: edit(place, asks=True))
@@ -63,8 +64,8 @@ async def draw(studio: Studio) -> None:
     async def answer(block: ui.row, model: str, request: TextRequest) -> str:
         """Stream a model's answer into a new column."""
         with block, ui.column().classes("flex-1 min-w-[16rem] gap-1"):
-            with ui.expansion(model, caption="tokens") as tokens:
-                html = ui.html(sanitize=False)
+            with ui.expansion(model, caption="tokens").props('dense header-class="px-0"') as tokens:
+                html = ui.html(sanitize=False).classes("*:rounded *:bg-gray-500/15 *:px-1 *:whitespace-pre")
             text, stats = ui.label().classes("whitespace-pre-wrap break-words"), ui.label("opening").classes("dim")
         try:
             served = studio.models.worker(key := await studio.models.open(paths.get(model, model))).find("")
@@ -78,10 +79,10 @@ async def draw(studio: Studio) -> None:
                 stats.text = f"{len(ready.prompt):,} + {count:,} tokens, {count / seconds:,.0f} tokens/s"
         except (Exception, asyncio.CancelledError) as error:
             stats.text = str(error) or f"{stats.text}, stopped"
-        return text.text
+        return str(text.text)
 
     select = ui.select(models, label="Models", value=models[:1], multiple=True, new_value_mode="add-unique")
-    with ui.expansion("System prompt and sampling").classes("w-full"), ui.row():
+    with ui.expansion("System prompt and sampling").classes("w-full").props("header-class=px-0"), ui.row():
         ui.textarea("System prompt").props("autogrow").classes("w-full").bind_value(talk[0], "content")
         numbers = {name: ui.number(name.replace("_", " "), value=value) for name, value in SETTINGS.items()}
     with ui.column().classes("w-full flex-col-reverse overflow-y-auto max-h-[60vh]"):  # stays at its end
@@ -89,6 +90,5 @@ async def draw(studio: Studio) -> None:
     with ui.row().classes("w-full items-center no-wrap"):
         box = ui.textarea("Message").props("autogrow").classes("grow").on("keydown.enter.exact.prevent", ask)
         ui.button("Send", on_click=ask)
-        ui.button("Stop", on_click=stop).props("flat")
-    ui.context.client.on_delete(stop)
+        ui.button("Stop", on_click=lambda: [task.cancel() for task in tasks]).props("flat")
     ui.on_exception(lambda error: ui.notify(str(error), type="negative"))

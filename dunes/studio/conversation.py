@@ -7,9 +7,9 @@ from dunes.text import Tokenizer
 
 def token_html(tokenizer: Tokenizer, ids: list[int]) -> str:
     """The tokens with their ids. Special tokens, which have a name but no text, have the accent colour."""
-    texts = [(id, tokenizer.bytes_of(id).decode(errors="replace"), tokenizer.inner.id_to_token(id)) for id in ids]
-    chip = '<span class="rounded px-1 bg-gray-500/15 {}">{}<sub class="dim">{}</sub></span> '.format
-    return "".join(chip("" if t else "bg-primary text-white", escape(t or str(name)), id) for id, t, name in texts)
+    chip, name = '<span class="{}">{}<sub class="dim">{}</sub></span> '.format, tokenizer.inner.id_to_token
+    texts = [(id, tokenizer.bytes_of(id).decode(errors="replace").replace("\n", "↵")) for id in ids]
+    return "".join(chip("" if t else "bg-primary text-white", escape(t or str(name(id))), id) for id, t in texts)
 
 
 def pair_rows(prompt: list[dict[str, str]], texts: list[str]) -> list[dict[str, list[dict[str, str]]]]:
