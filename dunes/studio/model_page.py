@@ -12,13 +12,13 @@ from dunes.studio import weights
 from dunes.studio.app import Studio
 
 COLORS, GREY = ["#b0712a", "#2f6f8f"], {"color": "#888"}
-AXIS = {"type": "value", "axisLabel": GREY, "splitLine": {"show": False}}
+AXIS = {"type": "value", "axisLabel": GREY, "splitLine": {"show": False}, "axisLine": {"onZero": False}}
 CHART = {"color": COLORS, "legend": {"textStyle": GREY}, "xAxis": AXIS, "yAxis": AXIS}
 LINE = {"type": "line", "step": "end", "symbol": "none", "areaStyle": {"opacity": 0.3}}
 ROW = """<div class="col row no-wrap items-baseline gap-3" style="font-variant-numeric: tabular-nums">
-<span class="col break-all">{{props.node.id.split(".").pop()}} <span class="dim">{{props.node.type}}</span></span>
-<span class="gt-xs dim">{{props.node.trained ? "trained" : ""}}</span>
-<span class="gt-xs">{{props.node.parameters.toLocaleString("en")}}</span>
+<span class="col break-all">{{props.node.id.split(".").pop()}} <span class="dim">{{props.node.type.replace("torch.", "")}}</span></span>
+<span class="gt-xs w-14 dim">{{props.node.trained ? "trained" : ""}}</span>
+<span class="gt-xs w-28 text-right">{{props.node.parameters.toLocaleString("en")}}</span>
 <span class="w-24 text-right">{{(props.node.bytes / 1e6).toFixed(2)}} MB</span></div>"""
 
 
@@ -36,7 +36,7 @@ async def draw(studio: Studio) -> None:
     await ui.context.client.connected()
     models = {name: await working(weights.read_rows, paths[name]) for name in asked.values() if name}
     if models:
-        first, facts = paths[next(iter(models))], ui.label().classes("code")
+        first, facts = paths[next(iter(models))], ui.label().classes("code text-sm")
         _draw_weights(models)
         _draw_attention(first)
         facts.text = "\n".join(await working(weights.describe, first))
@@ -66,11 +66,12 @@ def _draw_weights(models: Mapping[str, tuple[weights.Rows, Any]]) -> None:
 
     rows = [rows for rows, _ in models.values()]
     if len(rows) == 2:
-        ui.table(rows=weights.differences(*rows), pagination=8)
+        table = ui.table(rows=weights.differences(*rows), pagination=8, column_defaults={"align": "left"})
+        table.props("flat dense wrap-cells").classes("w-full break-all")
     with ui.element("div").classes("grid w-full md:grid-cols-2 gap-8"):
-        outline = ui.tree(rows[0][""]["children"], on_select=show).props("no-transition no-selection-unset")
+        outline = ui.tree(rows[0][""]["children"], on_select=show)
         panel = ui.column()
-    outline.add_slot("default-header", ROW)
+    outline.props("no-transition no-selection-unset selected-color=brown-5").add_slot("default-header", ROW)
 
 
 def _draw_attention(folder: Path) -> None:
@@ -101,16 +102,16 @@ def _draw_attention(folder: Path) -> None:
 
 def _draw_map(title: str, values: Sequence[Sequence[float]], rows: Sequence[str], columns: Sequence[str]) -> None:
     """Draw a table of values as colours; the pointer shows the names of row and column, and the value."""
-    cells = [[x, y, round(value, 3)] for y, row in enumerate(values) for x, value in enumerate(row) if value]
+    cells = [[x, y, round(v, 3), v**0.5] for y, row in enumerate(values) for x, v in enumerate(row) if v]
     named = f"p => {json.dumps(rows)}[p.data[1]] + ' to ' + {json.dumps(columns)}[p.data[0]] + ': ' + p.data[2]"
     shades, axis = {"color": COLORS[:1], "opacity": [0, 1]}, {"type": "category", "show": False}
     options = {
-        "title": {"text": title, "textStyle": GREY | {"fontSize": 13}},
+        "title": {"text": title, "left": 0, "top": 0, "textStyle": GREY | {"fontSize": 13}},
         "grid": {"left": 0, "right": 0, "top": 24, "bottom": 0},
         "tooltip": {":formatter": named, "renderMode": "richText", "confine": True},
         "xAxis": axis | {"data": columns},
         "yAxis": axis | {"data": rows, "inverse": True},
-        "visualMap": {"show": False, "max": max(map(max, values)), "inRange": shades},
+        "visualMap": {"show": False, "dimension": 3, "max": max(map(max, values)) ** 0.5, "inRange": shades},
         "series": {"type": "heatmap", "data": cells},
     }
     ui.echart(options).classes("w-44 h-44")

@@ -80,9 +80,9 @@ def text(value: Any) -> str:
 
 
 def differences(before: Rows, after: Rows) -> list[dict[str, str]]:
-    """A row for each module or tensor that only one model has, or whose class, shape or dtype differs."""
+    """A row for each module or tensor that only one model has, then for each whose class, shape or dtype differs."""
     a, b = ({name: row["type"] for name, row in rows.items()} for rows in (before, after))
-    names = [name for name in {**a, **b} if a.get(name) != b.get(name)]
+    names = sorted((n for n in {**a, **b} if a.get(n) != b.get(n)), key=lambda n: n in a and n in b)
     return [{"place": name, "before": a.get(name, ""), "after": b.get(name, "")} for name in names]
 
 
