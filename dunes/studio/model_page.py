@@ -16,7 +16,8 @@ AXIS = {"type": "value", "axisLabel": GREY, "splitLine": {"show": False}, "axisL
 CHART = {"color": COLORS, "legend": {"textStyle": GREY}, "xAxis": AXIS, "yAxis": AXIS}
 LINE = {"type": "line", "step": "end", "symbol": "none", "areaStyle": {"opacity": 0.3}}
 ROW = """<div class="col row no-wrap items-baseline gap-3" style="font-variant-numeric: tabular-nums">
-<span class="col break-all">{{props.node.id.split(".").pop()}} <span class="dim">{{props.node.type.replace("torch.", "")}}</span></span>
+<span class="col break-all">{{props.node.id.split(".").pop()}}
+<span class="dim">{{props.node.type.replace("torch.", "")}}</span></span>
 <span class="gt-xs w-14 dim">{{props.node.trained ? "trained" : ""}}</span>
 <span class="gt-xs w-28 text-right">{{props.node.parameters.toLocaleString("en")}}</span>
 <span class="w-24 text-right">{{(props.node.bytes / 1e6).toFixed(2)}} MB</span></div>"""
@@ -33,7 +34,6 @@ async def draw(studio: Studio) -> None:
             go = lambda event, key=key: ui.navigate.to(f"/model?{urlencode(asked | {key: event.value or ''})}")
             chooser = ui.select([*paths], label=label, value=asked[key] or None, new_value_mode="add-unique")
             chooser.on_value_change(go).props("clearable").classes("grow")
-    await ui.context.client.connected()
     models = {name: await working(weights.read_rows, paths[name]) for name in asked.values() if name}
     if models:
         first, facts = paths[next(iter(models))], ui.label().classes("code text-sm")
@@ -64,13 +64,13 @@ def _draw_weights(models: Mapping[str, tuple[weights.Rows, Any]]) -> None:
             for name, (_, figures) in shown.items():
                 ui.label(f"{name}, {event.value}: {weights.text(figures)}")
 
-    rows = [rows for rows, _ in models.values()]
+    rows = {name: rows for name, (rows, _) in models.items()}
     if len(rows) == 2:
-        table = ui.table(rows=weights.differences(*rows), pagination=8, column_defaults={"align": "left"})
+        table = ui.table(rows=weights.differences(rows), pagination=8, column_defaults={"align": "left"})
         table.props("flat dense wrap-cells").classes("w-full break-all")
-    with ui.element("div").classes("grid w-full md:grid-cols-2 gap-8"):
-        outline = ui.tree(rows[0][""]["children"], on_select=show)
-        panel = ui.column()
+    with ui.element("div").classes("grid w-full md:grid-cols-[3fr_2fr] gap-8"):
+        outline = ui.tree(next(iter(rows.values()))[""]["children"], on_select=show)
+        panel = ui.column().classes("md:sticky top-16 self-start")
     outline.props("no-transition no-selection-unset selected-color=brown-5").add_slot("default-header", ROW)
 
 
@@ -95,7 +95,7 @@ def _draw_attention(folder: Path) -> None:
             heads()
 
     with ui.row().classes("w-full items-baseline"):
-        field = ui.input("Text", value="def add(a, b): return a + b").classes("grow")
+        field = ui.input("Text", value="def add(a, b): return a + b").classes("grow").on("keydown.enter", attend)
         ui.button("Show attention", on_click=attend)
     panel = ui.column().classes("w-full")
 
@@ -103,7 +103,7 @@ def _draw_attention(folder: Path) -> None:
 def _draw_map(title: str, values: Sequence[Sequence[float]], rows: Sequence[str], columns: Sequence[str]) -> None:
     """Draw a table of values as colours; the pointer shows the names of row and column, and the value."""
     cells = [[x, y, round(v, 3), v**0.5] for y, row in enumerate(values) for x, v in enumerate(row) if v]
-    named = f"p => {json.dumps(rows)}[p.data[1]] + ' to ' + {json.dumps(columns)}[p.data[0]] + ': ' + p.data[2]"
+    named = f"p => {json.dumps(rows)}[p.data[1]] + ' → ' + {json.dumps(columns)}[p.data[0]] + ': ' + p.data[2]"
     shades, axis = {"color": COLORS[:1], "opacity": [0, 1]}, {"type": "category", "show": False}
     options = {
         "title": {"text": title, "left": 0, "top": 0, "textStyle": GREY | {"fontSize": 13}},

@@ -19,7 +19,6 @@ from dunes.checkpoint.open import base_folder, is_adapter
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, in_memory
 from dunes.parts import Attention, MoE
 from dunes.runs.task import selects
-from dunes.studio.served import check_memory
 
 BINS, TOKENS = 80, 64
 """Bins of a histogram, and tokens of a text whose attention is computed."""
@@ -31,9 +30,9 @@ Rows = dict[str, dict[str, Any]]
 def read_rows(folder: Path) -> tuple[Rows, Weights]:
     """Rows of a model's modules and tensors, or of an adapter with its base, and the tensors by place.
 
-    `trained` is the number of parameters that the model's last run trained. No values are read, except those of
-    an adapter, which is attached to tensors without memory. Raises ValueError if the model, or the base of an
-    adapter, cannot be opened.
+    `trained` is the number of parameters that the model's last run trained; without a run, its last change added.
+    No values are read, except those of an adapter, which is attached to tensors without memory. Raises ValueError
+    if the model, or the base of an adapter, cannot be opened.
     """
     card, adapted = read_card(folder), is_adapter(folder)
     opened = open_to_describe(base_folder(folder, fetch=False) if adapted else folder)
@@ -44,7 +43,7 @@ def read_rows(folder: Path) -> tuple[Rows, Weights]:
         model._apply(lambda t: t.new_zeros((), device="cpu").expand(t.shape))  # type: ignore[no-untyped-call]
         new = [*attach_adapter(model, folder, any_base=True).new]
         tensors |= {name: t for name, t in in_memory(model.state_dict()).items() if ".adapters." in name}
-    globs = run.get("trainable") or (["all"] if run.get("method", "full") == "full" else ["new"])
+    globs = run.get("trainable") or (["all"] if run and run.get("method", "full") == "full" else ["new"])
     globs = [name for glob in globs for name in {"all": ["**"], "new": new}.get(glob, [glob])]
     trained = {name.replace(".base.", ".") for name, _ in model.named_parameters() if selects(globs, name)}
     weights = {name.replace(".base.", "."): tensor for name, tensor in tensors.items()}
@@ -68,22 +67,24 @@ def describe(folder: Path) -> list[str]:
     facts = {"origin": {key: run.get(key) for key in ("method", "model", "base", "data", "sources")}}
     for number, change in enumerate([*card.get("history", []), *card.get("changes", [])], 1):
         facts[f"change {number}"] = {"name": change["name"], "places": len(change["places"]), **change["request"]}
-    facts |= {key: card.get(key, {}) for key in ("measured", "augmented", "comparison")}
-    return [*lines, *(f"{key:12}{text(fact)}" for key, fact in facts.items() if fact)]
+    facts |= {key: card.get(key, {}) for key in ("converted", "measured", "augmented", "comparison")}
+    lines = [line for line in lines if not line.startswith("change ")]
+    return [*lines, *(f"{key:12}{text(fact)}" for key, fact in facts.items() if text(fact))]
 
 
 def text(value: Any) -> str:
     """A value of JSON without brackets; empty entries are left out."""
     if isinstance(value, dict):
         return ", ".join(f"{key} {text(entry)}" for key, entry in value.items() if entry not in (None, "", [], {}))
-    return f"{value:.4g}" if isinstance(value, float) else str(value).strip("[]")
+    return f"{value:.5g}" if isinstance(value, float) else str(value).strip("[]")
 
 
-def differences(before: Rows, after: Rows) -> list[dict[str, str]]:
-    """A row for each module or tensor that only one model has, then for each whose class, shape or dtype differs."""
-    a, b = ({name: row["type"] for name, row in rows.items()} for rows in (before, after))
-    names = sorted((n for n in {**a, **b} if a.get(n) != b.get(n)), key=lambda n: n in a and n in b)
-    return [{"place": name, "before": a.get(name, ""), "after": b.get(name, "")} for name in names]
+def differences(models: Mapping[str, Rows]) -> list[dict[str, str]]:
+    """Rows of the modules and tensors that only one of two models has, then of those whose types differ."""
+    types = {model: {place: row["type"] for place, row in rows.items()} for model, rows in models.items()}
+    a, b = types.values()
+    places = sorted((p for p in {**a, **b} if a.get(p) != b.get(p)), key=lambda p: p in a and p in b)
+    return [{"place": p} | {model: of.get(p, "") for model, of in types.items()} for p in places]
 
 
 def histograms(tensors: Mapping[str, LazyTensor]) -> dict[str, tuple[list[tuple[float, int]], dict[str, float]]]:
@@ -105,7 +106,6 @@ def attention(folder: Path, text: str) -> tuple[list[str], dict[str, Any], dict[
 
     The model is loaded for this. Raises ValueError, before it is loaded, if there is too little memory.
     """
-    check_memory(folder)
     loaded = checkpoint.load_with_tokenizer(folder)
     tokenizer, maps, loads = loaded.require_tokenizer(), dict[str, Any](), dict[str, Any]()
     ids = tokenizer.prompt(text)[: min(TOKENS, loaded.context_length)]
