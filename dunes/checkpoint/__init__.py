@@ -5,8 +5,9 @@ any network, use `save_weights` and `load_weights`; for a run's training state, 
 torch is imported when one of these names is first used; importing `checkpoint.formats` does not import torch.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dunes.extra import attributes_of
 
 if TYPE_CHECKING:
     from dunes.checkpoint.architecture import Architecture, hf_config_of
@@ -25,15 +26,6 @@ if TYPE_CHECKING:
     from dunes.checkpoint.state import Snapshot, gathered, latest_state, load_state, save_state, snapshot
     from dunes.checkpoint.write import save, save_weights
     from dunes.files.model_file import cards_trusted, trust_cards
-else:
-
-    def __getattr__(name: str) -> Any:
-        if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        files = ("open", "write", "architecture", "base_digests", "formats.adapter", "state")
-        modules = [*(f"{__name__}.{file}" for file in files), "dunes.files.model_file"]
-        return next(getattr(m, name) for m in map(importlib.import_module, modules) if hasattr(m, name))
-
 
 __all__ = [
     "Architecture", "LoadedModel", "Snapshot", "base_identity", "cards_trusted", "describe", "gathered",
@@ -41,3 +33,7 @@ __all__ = [
     "load_weights", "load_with_tokenizer", "locate_model", "save", "save_adapter", "save_state", "save_weights",
     "snapshot", "trust_cards",
 ]  # fmt: skip
+
+if not TYPE_CHECKING:
+    _FILES = ("open", "write", "architecture", "base_digests", "formats.adapter", "state")
+    __getattr__ = attributes_of(__name__, _FILES, __all__)

@@ -12,13 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dunes.models import llama
-from dunes.models.config_values import (
-    check_supported,
-    layer_windows,
-    layer_windows_to_hf,
-    optional,
-    size,
-)
+from dunes.models.config_values import check_supported, layer_windows, layer_windows_to_hf, optional, size
 from dunes.models.llama import IGNORED_NAMES, refusal
 from dunes.models.names import Names, name
 from dunes.parts import Attention, Block, Decoder, Embedding, GatedMLP

@@ -86,10 +86,7 @@ def _mixer(size: Config, chosen: dict[str, str], layer: int) -> nn.Module:
             size.dim, size.heads, key_dim=width, value_dim=width, norm=RMSNorm(width, EPS)
         ),
         "mamba": lambda: Mamba2(
-            *(size.dim, 2 * size.heads),
-            head_dim=width,
-            state_dim=width,
-            norm=RMSNorm(2 * size.heads * width, EPS),
+            *(size.dim, 2 * size.heads), head_dim=width, state_dim=width, norm=RMSNorm(2 * size.heads * width, EPS)
         ),
     }
     if chosen["attention"] in makers and (layer + 1) % 4:

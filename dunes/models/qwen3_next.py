@@ -10,14 +10,7 @@ from typing import Any, Self
 from torch import nn
 
 from dunes.models import llama, mixtral, qwen3_moe
-from dunes.models.config_values import (
-    check_supported,
-    flag,
-    layer_types,
-    quotient,
-    rotary_share,
-    size,
-)
+from dunes.models.config_values import check_supported, flag, layer_types, quotient, rotary_share, size
 from dunes.models.mixtral import moe_fields, read_moe_fields
 from dunes.models.names import Names, convolution, name, per_head
 from dunes.parts import Decoder, MoE, RMSNorm, Rotary

@@ -14,22 +14,7 @@ from dunes.parts.position import Rotary
 from dunes.parts.quantized_cache import CacheFormat, QuantizedCache
 
 __all__ = [
-    "MLP",
-    "Attention",
-    "Block",
-    "Cache",
-    "CacheFormat",
-    "Checkpointed",
-    "Decoder",
-    "Embedding",
-    "ForwardContext",
-    "GatedMLP",
-    "MoE",
-    "QuantizedCache",
-    "RMSNorm",
-    "RollingCache",
-    "Rotary",
-    "cache_for",
-    "squared_relu",
-    "vocabulary_size",
-]
+    "MLP", "Attention", "Block", "Cache", "CacheFormat", "Checkpointed", "Decoder", "Embedding",
+    "ForwardContext", "GatedMLP", "MoE", "QuantizedCache", "RMSNorm", "RollingCache", "Rotary", "cache_for",
+    "squared_relu", "vocabulary_size",
+]  # fmt: skip

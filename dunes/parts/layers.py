@@ -44,12 +44,7 @@ class Embedding(nn.Module):
     scale: float | None = None  # a class attribute does not change the saved structure of other embeddings
 
     def __init__(
-        self,
-        vocab: int,
-        dim: int,
-        positions: int | None = None,
-        dropout: float = 0.0,
-        scale: float | None = None,
+        self, vocab: int, dim: int, positions: int | None = None, dropout: float = 0.0, scale: float | None = None
     ) -> None:
         super().__init__()
         if scale is not None:

@@ -92,10 +92,7 @@ class FinetuneData:
         no validation examples remain.
         """
         read = partial(
-            read_dataset,
-            text_field=config.text_field,
-            follow_links=config.follow_links,
-            names=config.field_names,
+            read_dataset, text_field=config.text_field, follow_links=config.follow_links, names=config.field_names
         )
         files, lines = read(config.data)
         val_files, val_lines = read(config.val_data) if config.val_data else ([], [])

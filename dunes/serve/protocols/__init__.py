@@ -4,12 +4,7 @@ torch."""
 from dunes.serve.protocols import llama_server, mistral, ollama, openai
 from dunes.serve.protocols.protocol import Protocol
 
-PROTOCOLS: tuple[Protocol, ...] = (
-    llama_server.PROTOCOL,
-    openai.PROTOCOL,
-    mistral.PROTOCOL,
-    ollama.PROTOCOL,
-)
+PROTOCOLS: tuple[Protocol, ...] = (llama_server.PROTOCOL, openai.PROTOCOL, mistral.PROTOCOL, ollama.PROTOCOL)
 ENDPOINTS = {path: endpoint for protocol in PROTOCOLS for path, endpoint in protocol.endpoints.items()}
 DESCRIPTIONS = {path: write for protocol in PROTOCOLS for path, write in protocol.descriptions.items()}
 """Paths that describe the models, with functions that write the descriptions."""

@@ -10,16 +10,7 @@ from typing import Any
 
 from dunes.serve.fields import CHOICES, Fields
 from dunes.serve.protocols.protocol import Check, Endpoint, Protocol
-from dunes.serve.requests import (
-    Answer,
-    Answers,
-    Asked,
-    TokenText,
-    choices,
-    line_or_texts,
-    prompts,
-    read_text,
-)
+from dunes.serve.requests import Answer, Answers, Asked, TokenText, choices, line_or_texts, prompts, read_text
 
 REASONS = {"stop": "stop", "length": "length", "word": "stop", "": None}
 DEFAULT_TOKENS = 16
