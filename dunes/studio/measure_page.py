@@ -1,0 +1,28 @@
+"""The view of measurements: rates with their intervals, memory over a step, time by module."""
+
+import asyncio
+
+from nicegui import ui
+
+from dunes.bench.table import draw_folder
+from dunes.studio.app import Studio
+
+NARROW = (
+    "max-md:[&_th]:hidden max-md:[&_tr]:grid max-md:[&_tr]:mb-4 max-md:[&_td]:before:content-[attr(title)_':_']"
+)
+"""Classes with which a line of a table becomes a block in a narrow window."""
+
+
+async def draw(studio: Studio) -> None:
+    """Draw the view."""
+    spinner = ui.spinner("dots", size="lg")
+    await ui.context.client.connected()
+    try:
+        pictures = await asyncio.to_thread(lambda: [*draw_folder(studio.root)])
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError) as error:
+        pictures = [(f"these measurements cannot be read: {error!r}", "")]
+    spinner.delete()
+    hint = f"measure: dunes bench train --size 3m --out {studio.root}/bench/train.jsonl"
+    for title, picture in [*pictures, (hint, "")]:
+        ui.label(title).classes("font-medium")
+        ui.html(picture, sanitize=False).classes(f"w-full tabular-nums {NARROW}")
