@@ -6,10 +6,11 @@ from itertools import chain, zip_longest
 
 from dunes.units import format_seconds
 
-COLOURS = ("#b0712a", "#2f6f8f", "#009e73", "#cc79a7", "#56b4e9", "#999999", "#d55e00", "#f0e442")
+COLOURS = ("#b0712a", "#2f6f8f", "#009e73", "#cc79a7", "#56b4e9", "#999999", "#7b5ea7", "#d55e00")
 SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="800" height="{}" style="max-width:100%" role="img" '
-SVG += 'font-family="system-ui,sans-serif" font-size="12" fill="currentColor">{}</svg>'
-BAR = '<td style="width:12em;background:linear-gradient(90deg,#b0712a {:.1%},#b0712a66 0 {:.1%},#0000 0)"></td>'
+SVG += 'font-family="system-ui,sans-serif" font-size="12" fill="currentColor" stroke-width="1.5">{}</svg>'
+BAR = '<td style="min-width:9em;height:1.6em;background:linear-gradient(90deg,#b0712a {:.1%},#b0712a66 0 {:.1%},'
+BAR += '#0000 0) 0/100% 1em no-repeat"></td>'
 
 
 def html_table(titles: Sequence[str], lines: Iterable[Sequence[str]], bars: Iterable[Sequence[float]] = ()) -> str:
@@ -21,14 +22,14 @@ def html_table(titles: Sequence[str], lines: Iterable[Sequence[str]], bars: Iter
 
 def _row(tag: str, titles: Sequence[str], line: Sequence[str]) -> str:
     cells = zip(titles, line, ["left", *["right"] * len(line)], strict=False)
-    style = "padding:.15em .7em;white-space:pre-wrap;text-align"
+    style = "padding:.15em .6em;white-space:pre-wrap;text-align"
     return "".join(f'<{tag} title="{escape(n)}" style="{style}:{s}">{escape(t)}</{tag}>' for n, t, s in cells)
 
 
 def svg_curves(curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
     """Curves in one frame, which includes the point (0, 0), above their names."""
     xs, ys = zip((0, 0), *chain.from_iterable(curves.values()), strict=True)
-    frame = f"{min(xs)} {-max(ys)} {max(xs) - min(xs) or 1} {max(ys) - min(ys) or 1}"
+    frame = f"{min(xs)} {-1.02 * max(ys)} {max(xs) - min(xs) or 1} {1.04 * (max(ys) - min(ys)) or 1}"
     lines, names = "", ""
     for number, (name, points) in enumerate(curves.items()):
         colour, path = COLOURS[number % len(COLOURS)], " ".join(f"{x},{-y}" for x, y in points)

@@ -40,6 +40,6 @@ def test_commits_of_a_setting_stand_side_by_side_and_damaged_lines_are_named(fol
 @needs_browser
 def test_the_page_shows_rates_memory_and_a_profile_in_a_narrow_window(folder):
     with studio(folder) as address, opened(f"{address}/measure", width=400) as page:
-        for text in ("0.5 tokens/s", "peak", "c 100 ms"):
-            page.get_by_text(text).first.wait_for()
+        for text in ("0.5 tokens/s", "■ temporaries", "c 100 ms"):
+            page.get_by_text(text, exact=True).first.wait_for()
         assert page.evaluate("document.documentElement.scrollWidth") <= 400

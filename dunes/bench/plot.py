@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import linear_regression
 from typing import Any
 
-from dunes.bench.rows import CASE, Row, group_rows, summaries
+from dunes.bench.rows import CASE, Row, differing_columns, group_rows, summaries
 from dunes.extra import extra
 from dunes.runs.picture import is_drawable
 from dunes.units import format_bytes, format_count, format_seconds
@@ -175,9 +175,7 @@ def draw_all(rows: Sequence[Row], folder: Path) -> list[Path]:
 
 
 def _bar(f: Row, among: Sequence[Row]) -> Row:
-    columns = [n for n in CASE[1:] if n not in ("parameters", "family")]
-    varying = [n for n in columns if len({str(o.get(n)) for o in among}) > 1]
-    name = ", ".join(str(f[n]) if n == "subject" else f"{n} {f[n]}" for n in varying) or str(f["subject"])
+    name = ", ".join([f["subject"], *(f"{n} {f[n]}" for n in differing_columns(among) if n != "subject")])
     name += f", {f['rate'] / f['limit']:.0%} of the limit" if f.get("limit") else ""
     low, high = (f["rate"] * f["seconds"] / f[key] for key in ("high", "low"))
     return {"name": name, "rate": f["rate"], "unit": f["unit"], "low": low, "high": high}

@@ -6,7 +6,7 @@ result (`seconds` of one run, `amount` of `unit`, ...).
 
 import subprocess
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -84,6 +84,11 @@ def summarize(rows: Sequence[Row]) -> Row:
 def summaries(rows: Iterable[Row]) -> list[Row]:
     """Summaries of the rows: one record per case, machine and commit; those of a case follow one another."""
     return [summarize(laps) for case in group_rows(rows).values() for laps in group_rows(case, CASE).values()]
+
+
+def differing_columns(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The columns of CASE in which summaries differ; the subject's name stands for its family and parameters."""
+    return [n for n in CASE[1:] if n not in ("family", "parameters") and len({str(r.get(n)) for r in results}) > 1]
 
 
 def source_commit() -> str | None:

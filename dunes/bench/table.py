@@ -7,7 +7,7 @@ from typing import Any
 
 from dunes.bench.compare import Comparison
 from dunes.bench.profile_modules import PHASES, Report, flame
-from dunes.bench.rows import CASE, group_rows, read_folder, summaries
+from dunes.bench.rows import CASE, differing_columns, group_rows, read_folder, summaries
 from dunes.bench.step_memory import MeasuredMemory, MemoryEstimate
 from dunes.measure import KINDS, Allocations, memory_curves
 from dunes.pictures import html_table
@@ -20,8 +20,7 @@ def summary_table(results: Sequence[Mapping[str, Any]]) -> tuple[str, list[str],
 
     The columns have the settings in which cases differ, and the results; the title has the other settings.
     """
-    differ = [n for n in CASE[1:] if len({str(f.get(n)) for f in results}) > 1]
-    columns = ["subject", *(n for n in differ if n not in ("subject", "family", "parameters"))]
+    columns = ["subject", *(n for n in differing_columns(results) if n != "subject")]
     formats: dict[str, Callable[[Mapping[str, Any]], str]] = {
         "time/run": lambda f: format_seconds(f["seconds"]),
         "p25 to p75": lambda f: f"{format_seconds(f['low'])} to {format_seconds(f['high'])}",
@@ -34,7 +33,7 @@ def summary_table(results: Sequence[Mapping[str, Any]]) -> tuple[str, list[str],
     }
     columns_shown = {name: text for name, text in formats.items() if any(text(f) for f in results)}
     lines = [[_value(f[n]) for n in columns] + [text(f) for text in columns_shown.values()] for f in results]
-    hidden = {"benchmark", "family", "parameters", "subject", "machine", *differ}
+    hidden = {"benchmark", "family", "parameters", "machine", *columns}
     fixed = ", ".join(f"{n} {_value(results[0][n])}" for n in CASE if n not in hidden)
     title = f"{results[0]['benchmark']}: {fixed}, {plural(results[0]['rounds'], 'round')}"
     return title, [*columns, *columns_shown], lines, len(columns)

@@ -157,8 +157,8 @@ class Allocations:
         """Live bytes by kind, and in total ("all"), after the events numbered "event": about `resolution` events,
         and the peak."""
         events = sorted({*range(0, len(self.live), max(1, len(self.live) // resolution)), self.moment})
-        kinds = {kind: Allocations([a for a in self.made if a.kind == kind]).live for kind in KINDS}
-        live = {"all": self.live, **kinds}.items()
+        kinds = (Allocations([a for a in self.made if a.kind == kind]).live for kind in KINDS)
+        live = zip(("all", *KINDS), (self.live, *kinds), strict=True)
         return {"event": events} | {name: [sizes[min(e, len(sizes) - 1)] for e in events] for name, sizes in live}
 
 

@@ -7,10 +7,8 @@ from nicegui import ui
 from dunes.bench.table import draw_folder
 from dunes.studio.app import Studio
 
-NARROW = (
-    "max-md:[&_th]:hidden max-md:[&_tr]:grid max-md:[&_tr]:mb-4 max-md:[&_td]:before:content-[attr(title)_':_']"
-)
-"""Classes with which a line of a table becomes a block in a narrow window."""
+NARROW = "max-lg:[&_th]:hidden max-lg:[&_td]:flex max-lg:[&_td]:justify-between max-lg:[&_table]:w-full"
+"""Classes of Tailwind with which a line of a table becomes a block in a narrow window."""
 
 
 async def draw(studio: Studio) -> None:
@@ -22,7 +20,9 @@ async def draw(studio: Studio) -> None:
     except (OSError, ValueError, LookupError, TypeError, ArithmeticError) as error:
         pictures = [(f"these measurements cannot be read: {error!r}", "")]
     spinner.delete()
-    hint = f"measure: dunes bench train --size 3m --out {studio.root}/bench/train.jsonl"
+    hint = f"measure: dunes bench train --size 3m --out {studio.root}/bench/train.jsonl; more in docs/measuring.md"
     for title, picture in [*pictures, (hint, "")]:
-        ui.label(title).classes("font-medium")
-        ui.html(picture, sanitize=False).classes(f"w-full tabular-nums {NARROW}")
+        ui.label(title).classes("font-medium [overflow-wrap:anywhere]")
+        ui.html(picture, sanitize=False).classes(
+            f"w-full text-sm max-lg:[&_td]:before:content-[attr(title)] {NARROW}"
+        )
