@@ -5,7 +5,7 @@
 
 Both sides load the same LLaMA of 10M random weights, its tokenizer, and an adapter of rank 16 on all linear layers
 of its blocks, and train on the same examples in the same order with AdamW. Losses of six steps in float32 must be
-equal to 1e-5 before anything is timed (`peers.py` describes the procedure). Unpacked: one example per row, padded
+equal to 2e-5 before anything is timed (`peers.py` describes the procedure). Unpacked: one example per row, padded
 to the longest of its batch; packed: as many examples per row as fit. Rates count tokens without padding. Memory is
 the peak of the process, and its growth since loading.
 """

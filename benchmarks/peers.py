@@ -57,8 +57,9 @@ SIDES = Path(__file__).parent / "peers"
 
 TEXT = "def main(arguments):\n    for path in"
 
-# In nats. Another order of sums gives 1e-6, one untrained embedding among 2,048 tokens 1e-4 to 2e-4.
-TOLERANCE = {"train": 1e-4}
+# In nats. Another order of sums gives 1e-6, one untrained embedding among 2,048 tokens 1e-4 to 2e-4. Six steps of
+# an adapter in float32 are up to 5e-6 from the same steps in float64, on either side (docs/log/finetuning.md).
+TOLERANCE = {"train": 1e-4, "unpacked": 2e-5, "packed": 2e-5}
 STRICT = 1e-5
 MORE = ("peak", "grown", "seconds", "with_prompt")
 """Bytes, the time of a whole process, and the rate of decoding with its prompt, if a side reports them."""

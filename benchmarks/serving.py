@@ -101,9 +101,10 @@ def compare_cuts(client: Client, completer: FolderCompleter, files: list[Path], 
     return equal, count
 
 
-def time_cancel(port: int, client: Client, rounds: int = 20) -> list[float]:
-    """Milliseconds from the end of a stream's connection to the answer of another request."""
-    times = []
+def time_cancel(port: int, client: Client, rounds: int = 20) -> tuple[list[float], list[float]]:
+    """Milliseconds from the end of a stream's connection to the answer of another request, and of such a request
+    when the model is free."""
+    times, alone = [], []
     body = json.dumps({"prompt": "def f(x):\n" * 9, "max_tokens": 4000, "stream": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     for _ in range(rounds):
@@ -111,10 +112,11 @@ def time_cancel(port: int, client: Client, rounds: int = 20) -> list[float]:
             stream.sendall(head + body)
             stream.recv(1)
             sleep(0.1)
-        start = perf_counter()
-        client.ask("/v1/completions", {"prompt": "a", "max_tokens": 1})
-        times.append(1e3 * (perf_counter() - start))
-    return times
+        for found in (times, alone):
+            start = perf_counter()
+            client.ask("/v1/completions", {"prompt": "a", "max_tokens": 1})
+            found.append(1e3 * (perf_counter() - start))
+    return times, alone
 
 
 def type_together(
@@ -248,8 +250,9 @@ def main(
     print_table("Milliseconds of a key, one thread", ["way", "p50", "p95", "keys"], rows)
     equal, count = compare_cuts(client, completer, [*files], cuts)
     print(f"the same suggestion through HTTP and in the engine: {equal} of {count} cuts")
-    cancelled = time_cancel(port, client)
-    print(f"a closed stream frees the model: p50 {np.median(cancelled):.0f} ms, at most {max(cancelled):.0f} ms")
+    cancelled, alone = time_cancel(port, client)
+    print(f"a request after a closed stream: p50 {np.median(cancelled):.0f} ms, at most {max(cancelled):.0f} ms")
+    print(f"the same request when the model is free: p50 {np.median(alone):.0f} ms")
     together = type_together(port, files[0])
     for first in (0, 20):
         median, most = np.percentile([time for second, time in together if second >= first], [50, 95])

@@ -33,6 +33,7 @@ _ROOMS = {
     "runs": "training, finetuning and changing a folder: configs, sizes, loops, metrics, pictures",
     "serve": "servers for editors and programs: one worker that owns a model, behind HTTP and LSP",
     "bench": "benchmarks, profiles of time and memory, tables, plots, comparisons",
+    "studio": "a page in the browser: runs, writing, chats, the model, measurements",
 }
 __doc__ = f"{__doc__}\n" + "\n".join(f"    {room:12}{line}" for room, line in _ROOMS.items())
 

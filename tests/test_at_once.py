@@ -43,34 +43,6 @@ def hidden(folder: Path):
     return sorted(p.name for p in folder.rglob(".*"))
 
 
-def test_saves_of_many_threads_into_one_folder_succeed_and_it_loads_at_any_moment(tmp_path):
-    save_model(tmp_path, 99)
-    seen, ended = set(), threading.Event()
-
-    def look():
-        while not ended.is_set():
-            seen.add(read_model(tmp_path))
-
-    def save(i):
-        """Four times, and until it was read while it changed; the last value."""
-        j = 0
-        while j < 4 or (len(seen) < 3 and j < 60):
-            save_model(tmp_path, value := 100 * i + j)
-            j += 1
-        return value
-
-    with ThreadPoolExecutor(1) as pool:
-        looking = pool.submit(look)
-        try:
-            last = at_once(save)
-        finally:
-            ended.set()
-        looking.result()
-    assert len(seen) >= 3, "it was read while it changed"
-    assert read_model(tmp_path) in last
-    assert not hidden(tmp_path)
-
-
 def test_the_save_that_finishes_last_wins_not_the_one_that_began_last(tmp_path):
     began, other_done = threading.Event(), threading.Event()
 

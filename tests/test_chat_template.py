@@ -42,20 +42,6 @@ TOOLS = [{"type": "function", "function": FUNCTION}]
 VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
 
 TEMPLATES = {
-    "llama 2": """{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}
-{% set system = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}
-{% else %}{% set rest = messages %}{% set system = false %}{% endif %}
-{% for message in rest %}
-    {% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
-        {{ raise_exception('Roles must alternate user/assistant') }}
-    {% endif %}
-    {% set content = system + message['content'] if loop.first and system else message['content'] %}
-    {% if message['role'] == 'user' %}
-{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}
-    {%- elif message['role'] == 'assistant' %}
-{{ ' ' + content | trim + ' ' + eos_token }}
-    {%- endif %}
-{% endfor %}""",
     "zephyr": """{% for message in messages %}
 {% if message['role'] == 'user' %}
 {{ '<|user|>\n' + message['content'] + eos_token }}
@@ -128,33 +114,18 @@ def test_a_template_writes_what_transformers_writes(name, prompt):
 CANARY = """{{% set found = ({}) %}}{{{{ found }}}}"""
 ATTACKS = [
     "''.__class__.__mro__[1].__subclasses__()",
-    "''['__class__']['__mro__']",
-    "''|attr('__class__')|attr('__mro__')",
     "lipsum.__globals__['os'].system('touch canary')",
     "self._TemplateReference__context.eval_ctx.environment",
-    "self.__init__.__globals__.__builtins__.__import__('os').system('touch canary')",
-    "namespace.__init__.__globals__",
     "namespace(__class__=1)",
-    "dict.__base__.__subclasses__()",
-    "dict.__globals__['sys']",
     "raise_exception.__globals__",
     "'{0.__class__.__mro__}'.format('')",
-    "'{x.__class__}'.format_map({'x': 1})",
-    "('%s' | format('').__class__)",
-    "request.application.__globals__",
     "messages.append(1)",
-    "messages[0].update(role='system')",
     "messages|map(attribute='__class__')|list",
-    "messages|map('attr', '__class__')|list",
-    "(messages|groupby('__class__'))",
     "open('canary', 'w')",
 ]
 STATEMENTS = [
     "{% include '/etc/passwd' %}",
     "{% import 'os' as os %}{{ os.system('touch canary') }}",
-    "{% extends '/etc/passwd' %}",
-    "{% set ns = namespace() %}{% set ns.__class__ = 1 %}{{ ns }}",
-    "{% call cycler.__init__.__globals__.os.system('touch canary') %}{% endcall %}",
     "{% do messages.append(1) %}",
     "{% debug %}",
 ]

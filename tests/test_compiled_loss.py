@@ -9,7 +9,6 @@ import torch
 from torch._dynamo.utils import counters
 
 from conftest import display, raising, refuses, toy, training_output
-from dunes import tree
 from dunes.runs import compiled_loss as module
 from dunes.runs.compiled_loss import compiled_loss, pays, why_eager
 from dunes.runs.finetune import FinetuneTask, finetune
@@ -18,8 +17,6 @@ from dunes.runs.saving import read_metrics
 from dunes.runs.train import TrainTask, train
 from dunes.runs.train_config import TrainConfig
 from dunes.train import Trainer, sgd
-from dunes.train.loss import next_token_loss
-from small_models import random_model
 from test_runs import assert_same_training, stop, stopping_at
 
 LIMIT = 1e-4
@@ -229,32 +226,3 @@ def test_a_run_with_inductors_code(tmp_path):
     assert changes(tmp_path / "ours") == [(0, True)], "and no failure"
     trained(tmp_path / "eager", steps=40, size="2x64", compile="off")
     assert losses(tmp_path / "ours") == pytest.approx(losses(tmp_path / "eager"), abs=LIMIT)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch's own, as it imports its compiler
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("family", "dtype"),
-    [
-        ("llama", torch.float32),
-        pytest.param("llama", torch.bfloat16, marks=pytest.mark.long),
-        pytest.param("mixtral", torch.float32, marks=pytest.mark.long),
-    ],
-)
-def test_gradients_of_two_threads_have_the_same_bits(family, dtype):
-    torch.compiler.reset()
-    torch.set_num_threads(2)
-    trainer = Trainer(
-        model := random_model(family, noise=0, vocab=300, dim=64),
-        sgd(model),
-        compiled_loss(next_token_loss),
-        dtype=dtype,
-    )
-    trainer.deterministic = True
-    batch, seen = torch.randint(300, (64, 33), generator=torch.Generator().manual_seed(0)), set()
-    with tree.mode(model, True):
-        for _ in range(20):
-            trainer.gradients([batch])
-            seen.add(b"".join(p.grad.numpy().tobytes() for p in model.parameters()))
-    assert len(seen) == 1

@@ -1,7 +1,6 @@
 """Conversion of other people's files: the same bits, the same logits, or nothing."""
 
 import json
-import os
 import shutil
 import threading
 import warnings
@@ -32,7 +31,6 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import transformers
 
-from conftest import run_python
 from native_files import write_native
 from small_models import HF_LLAMA3, HF_SIZES, add_noise, random_model, small_config
 
@@ -203,55 +201,6 @@ def test_the_source_is_never_touched_and_an_old_result_never_replaced(hf, tmp_pa
         refuses("not a folder", convert, source, tmp_path / name)
     assert not (tmp_path / "new").exists()
     convert(source, tmp_path / "new")
-    assert digests(hf) == before
-
-
-KILLED = """
-    import os, sys
-    from pathlib import Path
-    from dunes.files import atomic
-    from dunes.checkpoint.weights import safetensors_file
-    from dunes.checkpoint.convert import convert
-    from dunes.checkpoint.open import open_model
-
-    left = int(sys.argv[3])
-
-    def counted(act):
-        def instead(*arguments, **more):
-            global left
-            left -= 1
-            if left < 0:
-                os._exit(9)
-            return act(*arguments, **more)
-        return instead
-
-    safetensors_file._bytes, atomic.fsync_path = counted(safetensors_file._bytes), counted(atomic.fsync_path)
-    os.replace, os.rename = map(counted, (os.replace, os.rename))
-    convert(open_model(Path(sys.argv[1])), Path(sys.argv[2]))
-    print(left)
-"""
-
-
-@pytest.mark.slow
-def test_a_conversion_killed_at_any_step_leaves_nothing_or_all(hf, tmp_path):
-    before = digests(hf)
-    convert(open_model(hf), tmp_path / "whole")
-    whole = digests(tmp_path / "whole")
-
-    killed = lambda after, out: run_python(KILLED, hf, out, after)
-    steps = 1000 - int(killed(1000, tmp_path / "counted").stdout)
-    assert steps > 25, "each tensor and each file"
-    out = tmp_path / "out"
-    every = 1 if os.environ.get("DUNES_LONG") else 4
-    for after in [0, 7, *range(20, steps)][::every]:
-        assert killed(after, out).returncode == 9
-        if not out.exists() or all(p.name.startswith(".") for p in out.iterdir()):
-            convert(open_model(hf), out)
-        else:  # the kill came while the last names were given
-            refuses("exists already", convert, open_model(hf), out)
-        assert digests(out) == whole, f"killed after {after} of {steps} steps"
-        for path in out.iterdir():
-            path.unlink()
     assert digests(hf) == before
 
 

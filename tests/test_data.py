@@ -762,14 +762,10 @@ def test_a_shard_whose_writer_was_killed_is_continued_after_its_intact_batches(d
         assert (len(encoded) == len(documents) + 1 - 3) == (damage in ("", "longer")), (name, damage)
 
 
-def test_no_single_bit_of_a_card_can_lie_and_a_shard_of_the_older_format_is_made_again(documents, tmp_path):
+def test_a_shard_of_the_older_format_is_made_again(documents, tmp_path):
     first = token_shard(documents, BYTES, tmp_path)
     path = first.folder / "shard.json"
     data = path.read_bytes()
-    for at in range(0, len(data), 5):
-        path.write_bytes(flipped(data, at))
-        assert token_shard(documents, BYTES, tmp_path) == first
-        assert path.read_bytes() == data, at
     (first.folder / "starts.bin").unlink()
     change_json(path, format=1)
     assert token_shard(documents, BYTES, tmp_path).starts.tolist()[0] == 0

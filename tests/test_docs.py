@@ -52,6 +52,7 @@ NOT_RUN = {
     "*dunes * smollm2 *": "downloads; tests/test_wheel.py",
     "dunes --completion *": "writes to the home folder; tests/test_shells.py",
     "dunes doctor *": "asks a server that stays up; tests/test_serve.py",
+    "dunes studio *": "stays up; tests/test_studio.py",
     "torchrun *": "tests/test_ranks.py",
     "cmake *": "compiles for minutes; tests/test_export_native.py",
     "build/dunes *": "the program that cmake built; tests/test_export_native.py",

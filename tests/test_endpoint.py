@@ -133,9 +133,7 @@ CHUNKED = START + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n" % (len(REPLY
 DRIPPING = {  # what is sent at once, and what follows in single bytes
     "the status line": (b"", b"HTTP/1.1 200 " + b"O" * 9999),
     "headers": (START, b"X: y\r\n" * 9999),
-    "interim responses": (b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 9999),
     "the body": (SIZED, b" " * 9999),
-    "small chunks": (CHUNKED, b"1\r\n \r\n" * 9999),
     "trailers": (CHUNKED + b"0\r\n", b"X: y\r\n" * 9999),
     "an error": (b"HTTP/1.1 500 No\r\nContent-Length: 9999\r\n\r\n", b" " * 9999),
     "nothing at all": (b"", b""),

@@ -404,14 +404,9 @@ def killed(code: Path, folder: Path, kills: int, seed: int) -> int:
             return kills
 
 
-SEVENTY = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1500)]
-
-
-@pytest.mark.parametrize("kills", [[2], pytest.param([10] * 7, marks=SEVENTY)], ids=["two", "seventy"])
-def test_kills_end_bit_for_bit_as_none(kills, code, tmp_path):
+def test_kills_end_bit_for_bit_as_none(code, tmp_path):
     straight = training(code, tmp_path / "straight")
     straight.join(120)
     assert straight.exitcode == 0
-    for part, count in enumerate(kills):
-        assert killed(code, tmp_path / f"killed-{part}", count, seed=part) < count
-        assert_same_training(tmp_path / "straight", tmp_path / f"killed-{part}")
+    assert killed(code, tmp_path / "killed", 2, seed=0) < 2
+    assert_same_training(tmp_path / "straight", tmp_path / "killed")

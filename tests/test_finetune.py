@@ -126,20 +126,6 @@ def test_each_method_learns_and_leaves_what_was_measured(method, base, examples,
     assert "dunes chat" in out.splitlines()[-1]
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_the_adapter_is_peft_s_too(base, examples, tmp_path):
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    finetuned(asked(base, examples, method="dora"), tmp_path / "run")
-    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "run").eval()
-    ours = checkpoint.load(tmp_path / "run").model
-    ids = torch.arange(60)[None]
-    with torch.no_grad():
-        difference = (theirs(ids).logits - ours(ids)).abs().max().item()
-    assert difference <= 1e-5
-
-
 def test_a_half_base_learns_in_float32_like_its_float32_copy(base, examples, tmp_path):
     loaded, losses = checkpoint.load(base), []
     for dtype in (torch.bfloat16, torch.float32):

@@ -8,7 +8,6 @@ import tracemalloc
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from unicodedata import category
 
 import gguf
 import numpy as np
@@ -604,14 +603,12 @@ DAMAGED = [
     ("ggml.tokens", lambda v: v[:-3], "token_type"),
     ("ggml.tokens", lambda v: [*v[:9], v[0], *v[10:]], r"tokens\[0\] and \[9\]"),
     ("ggml.tokens", lambda v: [*v[:9], b"\xff\xfe", *v[10:]], "0xff"),
-    ("ggml.tokens", lambda v: [1, 2], "ggml.tokens"),
     ("ggml.token_type", lambda v: [9, *v[1:]], r"token_type\[0\]"),
     ("ggml.token_type", lambda v: [1.5] * len(v), "token_type"),
     ("ggml.merges", lambda v: [*v[:5], "a qqq"], r"merges\[5\]"),
     ("ggml.merges", lambda v: None, "merges"),
     ("ggml.bos_token_id", lambda v: 99999, "bos_token_id"),
     ("ggml.eos_token_id", lambda v: "x", "eos_token_id"),
-    ("ggml.eot_token_id", lambda v: "x", "eot_token_id"),
     ("ggml.add_bos_token", lambda v: 2, "add_bos_token"),
     ("ggml.pre", lambda v: "x", "'x'"),
     ("chat_template", lambda v: 7, "chat_template"),
@@ -652,11 +649,9 @@ HOSTILE = {
     "magic": b"GGML" + bytes(100),
     "version": b"GGUF" + packed(("I", 1 << 24), 0, 0),
     "many tensors": HEAD + packed(1 << 60, 0),
-    "many keys": HEAD + packed(0, 1 << 60),
     "a long key": HEAD + packed(0, 1, 1 << 62, b"x"),
     "a long string": HEAD + packed(0, 1) + TEXT_KEY + packed(1 << 40, b"llama"),
     "a long array": HEAD + packed(0, 1, 1, b"a", ("I", 9), ("I", 6), 1 << 61),
-    "a long array of strings": HEAD + packed(0, 1, 1, b"a", ("I", 9), ("I", 8), 1 << 40),
     "arrays in an array": HEAD + packed(0, 1, 1, b"a", ("I", 9), ("I", 9), 1 << 40),
     "an unknown type": HEAD + packed(0, 1, 1, b"a", ("I", 77)),
     "a key that occurs twice": HEAD + packed(0, 2) + 2 * packed(1, b"a", ("I", 7), b"\1"),
@@ -677,9 +672,7 @@ HOSTILE |= {
     "a tensor far away": tensor_file((b"token_embd.weight", (1, 1), 0, (1 << 64) - 64)),
     "a huge tensor": tensor_file((b"token_embd.weight", (1 << 63, 1 << 63, 1 << 63, 1 << 63), 0, 0)),
     "an unknown type of tensor": tensor_file((b"token_embd.weight", (1, 1), 999, 0)),
-    "a type without weights": tensor_file((b"token_embd.weight", (1, 1), 26, 0)),
     "half a block": tensor_file((b"token_embd.weight", (33, 1), 8, 0)),
-    "a type without a formula": tensor_file((b"token_embd.weight", (256, 1), 15, 0)),
     "no dimensions": tensor_file((b"token_embd.weight", (), 0, 0)),
     "a name that occurs twice": tensor_file((b"w", (1,), 0, 0), (b"w", (1,), 0, 0)),
     "a name of a path": tensor_file((b"../w", (1,), 0, 0)),
@@ -708,22 +701,6 @@ def test_a_file_that_is_cut_anywhere_is_refused(tmp_path, tokenizer):
     for end in [*range(60), *range(60, len(data), len(data) // 40), len(data) - 40]:
         path.write_bytes(data[:end])
         refuses("gguf", checkpoint.load, path)
-
-
-def test_a_file_with_changed_bytes_opens_or_is_refused(tmp_path, tokenizer):
-    _, path = written(tmp_path, "llama", tokenizer)
-    data, draw, reasons = path.read_bytes(), random.Random(0), []
-    for i in range(80):
-        changed = bytearray(data)
-        for _ in range(draw.choice((1, 4))):
-            changed[draw.choice((draw.randrange(600), draw.randrange(30_000)))] = draw.choice((0, 1, 255, 128))
-        path.write_bytes(changed if i % 4 else changed[: draw.randrange(len(data))])
-        try:
-            checkpoint.load(path)
-        except ValueError as error:
-            reasons.append(str(error))
-    assert len(reasons) > 40
-    assert all(path.name in reason and "\n" not in reason for reason in reasons)
 
 
 # --- llama.cpp
@@ -777,31 +754,6 @@ def test_llama_cpp_gives_the_same_logits_and_greedy_tokens(family, changes, tmp_
     # Its GELU is a table of float16 values.
     assert (theirs - ours).abs().max() < (1e-3 if family == "gpt2" else 5e-6) * ours.abs().max()
     assert theirs.argmax(-1).tolist() == ours.argmax(-1).tolist()
-
-
-@pytest.mark.slow
-@pytest.mark.llama_cpp
-@pytest.mark.filterwarnings("ignore:.*llama.cpp")
-@pytest.mark.parametrize("name", sorted(FOREIGN.keys() - {"symbols"}))  # around which it puts other spaces
-def test_llama_cpp_gives_the_same_ids(name, tmp_path, llama):
-    tokenizer = FOREIGN[name]()
-    _, path = written(tmp_path, "llama", tokenizer)
-    other = llama(path)
-    for text in filter(None, HARD):
-        if name == "tekken" and any(category(c)[0] == "M" for c in text):
-            continue  # its pattern has no combining marks
-        assert other.tokenize(text.encode(), add_bos=False) == tokenizer.encode(text), repr(text)
-
-
-@pytest.mark.slow
-@pytest.mark.llama_cpp
-@pytest.mark.parametrize(("dtype", "limit"), [("float16", 3e-3), ("bfloat16", 3e-2), ("q8_0", 1e-1)])
-def test_llama_cpp_opens_each_type(dtype, limit, tmp_path, tokenizer, llama):
-    model, path = written(tmp_path, "llama", tokenizer, dtype)
-    other, ids = llama(path), tokenizer.encode(TEXT)
-    with torch.no_grad():
-        ours = model(torch.tensor([ids]))[0]
-    assert 0 < (scores_of(other, ids) - ours).norm() / ours.norm() < limit
 
 
 def quantize_with_llama_cpp(source, out, ftype):

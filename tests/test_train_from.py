@@ -1,7 +1,6 @@
 """Training that goes on from a folder: exact at its start, resumed bit for bit, saved as what it was."""
 
 import json
-import signal
 from dataclasses import replace
 from functools import partial
 
@@ -22,8 +21,6 @@ from dunes.evaluate.text_loss import evaluate, evaluation_tokens
 from dunes.runs import train as train_module
 from dunes.runs.augment import augment_folder, records
 from dunes.runs.autosize import build_optimizer, memory_advice
-from dunes.runs.finetune import finetune
-from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.memory import measure_step
 from dunes.runs.saving import read_metrics
 from dunes.runs.train import dropouts, outline_with_base, train
@@ -31,9 +28,8 @@ from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer
 from dunes.train import IGNORE, Trainer, muon
 from dunes.train.loss import next_token_loss
-from killed_runs import exit_code
 from small_models import random_model
-from test_changes import KINDS, PAIRS, REFUSED
+from test_changes import KINDS
 from test_runs import assert_same_training, stop
 
 TOKENIZER = Tokenizer.train("bpe", ["def task(value):\n    return value\n"] * 3, 300)
@@ -199,14 +195,9 @@ def test_parameters_learn_at_their_rates_and_as_long_as_before(converted, code, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "router", [*(pytest.param(r, marks=pytest.mark.long) for r in ("linear", "shared")), "mlp"]
-)
-def test_a_stack_of_all_changes_is_saved_loaded_and_resumed_bit_for_bit(
-    router, converted, code, tmp_path, monkeypatch
-):
+def test_a_stack_of_all_changes_is_saved_loaded_and_resumed_bit_for_bit(converted, code, tmp_path, monkeypatch):
     """Expanded, split into experts, with mixtures of LoRA experts also in these, and quantized."""
-    routing = {"router": router, "experts": 3, "balance": 0.0, "where": ("blocks.**", "!**.router")}
+    routing = {"router": "mlp", "experts": 3, "balance": 0.0, "where": ("blocks.**", "!**.router")}
     own = {"expand": {"blocks": 1}, "experts": {"experts": 4}}
     stack = own | {"lora-experts": routing | {"rank": 2}, "quantize": {"kind": "int8"}}
     base = converted
@@ -231,43 +222,6 @@ def test_a_stack_of_all_changes_is_saved_loaded_and_resumed_bit_for_bit(
     for folder in (base, straight):
         refuses(unmerged, export, folder, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
-
-
-LEARNING = [(train, *pair) for pair in PAIRS if pair not in REFUSED]
-LEARNING += [(finetune, *pair) for _, *pair in LEARNING if pair[0] in ("int8", "nf4", "expand") and "a" in pair[1]]
-LEARNING = [pytest.param(*each, marks=[pytest.mark.long] if i % 4 else []) for i, each in enumerate(LEARNING)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("verb", "first", "second"), LEARNING)
-def test_killed_and_resumed_is_straight_bit_for_bit(verb, first, second, converted, code, tmp_path, monkeypatch):
-    monkeypatch.setitem(CHANGES, "expand", expansion)
-    base = changed(converted, tmp_path / "base", first, *([second] if verb is train else []))
-    new = () if verb is finetune else trainable_of(base)
-    config = going_on(base, code, trainable=new) if new else adapting(base, second, tmp_path)
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
-    assert exit_code(verb, config, straight) == 0
-    assert exit_code(verb, config, killed, kill_after=7) == -signal.SIGKILL
-    assert 0 < int(checkpoint.latest_state(killed).name[5:]) < 7 == losses(killed)[-1][0], "a step is made again"
-    assert not (killed / "dunes.json").exists()
-    assert exit_code(verb, type(config)(), killed, resume=True) == 0
-    assert losses(straight) == losses(killed)
-    assert [step for step, *_ in losses(straight)][-1] == 12
-    file = "model.safetensors" if verb is train else "adapter_model.safetensors"
-    assert_same_training(straight, killed, file)
-
-
-def trainable_of(base):
-    """What the last change of the base that added anything added."""
-    *_, new = (change.new for change in checkpoint.load(base).architecture.changes if change.new)
-    return new
-
-
-def adapting(base, method, folder):
-    rows = [{"prompt": f"def task_{i}", "completion": f"(value):\n    return value * {i}\n"} for i in range(40)]
-    (folder / "rows.json").write_text(json.dumps(rows))
-    options = {"steps": 12, "batch": 4, "micro_batch": 2, "rank": 2, "lr": 0.01, "dtype": "float32", "threads": 1}
-    return FinetuneConfig(model=str(base), data=str(folder / "rows.json"), method=method, dropout=0.1, **options)
 
 
 def test_what_the_base_was_stays(converted, code, tmp_path):

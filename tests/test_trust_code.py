@@ -73,7 +73,7 @@ def dunes(kept, tmp_path, monkeypatch, command):
     return run
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in (*OF_NO_MODEL, "lsp")])
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in (*OF_NO_MODEL, "lsp", "studio")])
 def test_every_command_that_opens_a_model_imports_by_its_card_only_with_the_option(name, kept, tmp_path, dunes):
     (tmp_path / "stranger.py").write_text(SOURCE)
     status, error = dunes(name)

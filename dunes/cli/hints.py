@@ -23,6 +23,7 @@ OPTIONS = {
     "nothing (it is not needed)": "serve:[ctb] serve:ctx-size serve:*batch-size serve:threads serve:parallel "
     "serve:n[gp]* serve:*gpu-layers serve:fa serve:flash-attn serve:cache-reuse",
     "--port": "serve:p",
+    "FOLDER without an option": "studio:logdir",
     "--adapter FOLDER": "serve:lora",
     "the variable DUNES_API_KEY": "serve:api-key",
     "the address or the port without an option": "doctor:p doctor:port doctor:host",

@@ -41,8 +41,8 @@ def serve(
 ) -> int:
     """Serve a model to editors and programs: completion of lines, texts and chats, over HTTP.
 
-    The server speaks the protocols of llama-server, OpenAI, Mistral and Ollama. When
-    a file of the training sources is saved, completion can copy from the new text within two seconds.
+    The server speaks the protocols of llama-server, OpenAI, Mistral and Ollama. When a file of the training
+    sources is saved, completion can copy from the new text within two seconds.
 
     Example: dunes serve runs/project
 

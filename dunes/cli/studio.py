@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from secrets import token_urlsafe
 from typing import Annotated
 
 import tyro
@@ -13,7 +14,7 @@ from dunes.flags import flag
 
 
 def studio(
-    folder: Annotated[Path, tyro.conf.Positional, flag("FOLDER", "runs, or .")] = Path(),
+    folder: Annotated[Path, tyro.conf.Positional, flag("FOLDER", ".")] = Path(),
     *,
     host: str = "127.0.0.1",
     port: int = 8014,
@@ -21,7 +22,8 @@ def studio(
 ) -> int:
     """Look at runs and models in a browser: losses, samples, suggestions, chats, weights and measurements.
 
-    The page finds the runs and models in a folder, also runs that still train.
+    The page finds the runs and models in a folder, also runs that still train. Only a browser that opens the
+    printed address, or knows the key in DUNES_API_KEY, sees it.
 
     Example: dunes studio runs
 
@@ -38,8 +40,9 @@ def studio(
     from dunes.studio.folders import describe_count, find_entries
 
     drop_lost_output()
-    key = os.environ.get(KEY) or None
-    check_host(host, key)
+    chosen = os.environ.get(KEY) or None
+    check_host(host, chosen)
+    key = chosen or token_urlsafe(16)  # otherwise other users of this machine could stop runs and read texts
     found = describe_count(find_entries(folder), folder)
     sockets = open_sockets(host, [port])
     from dunes.studio.app import Studio, build
@@ -47,7 +50,7 @@ def studio(
     from dunes.studio.views import VIEWS
 
     app = build(Studio(folder, ServedModels(hosts=[host, *allow_host], key=key)), VIEWS)
-    place = editors.url(host, sockets[0].getsockname()[1])
-    login = f"/?key={key}" if key else ""
-    run(app, sockets, lambda: print(f"{found}\nstudio at {place}{login} (Ctrl-C ends it)", flush=True), pages=True)
+    shown = f"${KEY}" if chosen else key
+    place = f"{editors.url(host, sockets[0].getsockname()[1])}/?key={shown}"
+    run(app, sockets, lambda: print(f"{found}\nstudio at {place} (Ctrl-C ends it)", flush=True), pages=True)
     return 0

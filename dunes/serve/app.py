@@ -35,15 +35,13 @@ LISTED = 64
 REMEMBERED = 8
 """The server remembers this many of the last requests by editors, at most one per line of text, for `dunes
 doctor`."""
-COOKIE = "dunes_key"
-"""Name of the cookie with the SHA-256 of the key."""
 LOCAL = ("localhost", "127.0.0.1", "::1")
 EMPTY = Answer(reason="length")
 """Empty answer, for a request for zero tokens and for a choice without a suggestion."""
 
 
 def read_suggest(fields: Fields) -> Asked:
-    """Read a request of the server's page or `dunes complete`; its field `tokens` asks for an explanation of the
+    """Read a request of `dunes complete` or `dunes studio`; its field `tokens` asks for an explanation of the
     first suggestion."""
     before, after, path = fields.text("before"), fields.text("after"), fields.path("path")
     explains, model = fields.flag("tokens"), fields.text("model")
@@ -94,12 +92,14 @@ def client_error(error: Exception) -> Refused:
 
 class Gate:
     """Middleware that refuses requests and WebSockets to foreign host names (DNS rebinding) and from web pages of
-    other origins. If a key is set, requests without the key are refused; a browser gets the key as a cookie from a
-    page opened with `?key=`. The middleware also ends a reply if the client takes more than SENDING seconds for
-    one piece."""
+    other origins. If a key is set, requests without the key are refused; a browser that opens a page with `?key=`
+    gets a cookie in its place, which counts only for this server's own pages. The middleware also ends a reply if
+    the client takes more than SENDING seconds for one piece."""
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str], key: str | None) -> None:
-        self.app, self.key, self.cookie = app, key, sha256((key or "").encode()).hexdigest()
+        digest = sha256((key or "").encode()).hexdigest()
+        # A browser sends the cookies of all servers on this machine to each of them, so each key has its own name.
+        self.app, self.key, self.cookie = app, key, (f"dunes_{digest[:8]}", digest[8:])
         self.hosts = {_host_name(host) for host in (*LOCAL, *hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -115,7 +115,7 @@ class Gate:
         try:
             self._check(connection)
             if self.key and scope.get("method") == "GET" and "key" in connection.query_params:
-                await self._log_in(scope)(scope, receive, send)
+                await self._log_in(connection)(scope, receive, send)
             else:
                 await self.app(scope, receive, send_in_time)
         except Refused as error:
@@ -126,18 +126,18 @@ class Gate:
         except (TimeoutError, ClientDisconnect):
             return
 
-    def _log_in(self, scope: Scope) -> Response:
-        """A redirect to the path without the key, which the browser keeps as a cookie."""
-        response = RedirectResponse(scope["path"], 303)
-        response.set_cookie(COOKIE, self.cookie, httponly=True, samesite="strict")
+    def _log_in(self, connection: HTTPConnection) -> Response:
+        """A redirect to the same address without the key, which sets the cookie."""
+        response = RedirectResponse(connection.url.remove_query_params("key"), 303)
+        response.set_cookie(*self.cookie, httponly=True, samesite="strict")
         return response
 
     def _check(self, connection: HTTPConnection) -> None:
         headers = connection.headers
-        hosts = headers.getlist("host")
+        hosts, origins = headers.getlist("host"), headers.getlist("origin")
         if len(hosts) != 1 or _host_name(hosts[0]) not in self.hosts:
             raise Refused(403, f"Host {hosts[:2]} is not this server's; allow it with --allow-host")
-        for origin in headers.getlist("origin"):
+        for origin in origins:
             scheme, _, host = origin.partition("://")
             is_own = scheme in ("http", "https") and _host_name(host) in self.hosts
             if not is_own and scheme not in ("vscode-webview", "vscode-file"):
@@ -145,12 +145,11 @@ class Gate:
         if self.key is not None:
             header = headers.get("authorization", "").removeprefix("Bearer ") or headers.get("x-api-key", "")
             given = header.encode("latin-1") or connection.query_params.get("key", "").encode()
-            cookie = connection.cookies.get(COOKIE, "").encode()
-            valid = hmac.compare_digest(given, self.key.encode()) or hmac.compare_digest(
-                cookie, self.cookie.encode()
-            )
-            if not valid:
-                raise Refused(401, "Invalid API Key")
+            name, value = self.cookie
+            is_own_page = all(origin.partition("://")[2] == hosts[0] for origin in origins)
+            cookie = connection.cookies.get(name, "").encode() if is_own_page else b""
+            if not (hmac.compare_digest(given, self.key.encode()) or hmac.compare_digest(cookie, value.encode())):
+                raise Refused(401, "Invalid API Key; in a browser, open the address that the command printed")
 
 
 def _host_name(host: str) -> str:
@@ -171,7 +170,7 @@ class Server:
     def app(self, hosts: Sequence[str] = (), key: str | None = None) -> ASGIApp:
         """The application; `hosts` are additional host names of this server."""
         routes = [Route(path, partial(self._answer, e), methods=["POST"]) for path, e in ENDPOINTS.items()]
-        pages: dict[str, Callable[[Request], Any]] = {
+        others: dict[str, Callable[[Request], Any]] = {
             **{path: partial(self._describe, write) for path, write in DESCRIPTIONS.items()},
             "/": _start,
             "/suggest": partial(self._answer, SUGGEST),
@@ -179,7 +178,7 @@ class Server:
             "/detokenize": self._detokenize,
             RECENT: partial(self._replay, key),
         }
-        routes += [Route(path, page, methods=["GET", "POST"]) for path, page in pages.items()]
+        routes += [Route(path, handler, methods=["GET", "POST"]) for path, handler in others.items()]
         handlers = dict.fromkeys((404, 405, 500, Refused), refusal)
         return Gate(Starlette(routes=routes, exception_handlers=handlers), hosts, key)
 

@@ -36,7 +36,8 @@ class DeadlineProtocol(H11Protocol):
         """Process received bytes; the deadline applies until the request is complete."""
         super().data_received(data)
         state = self.conn.their_state
-        self._expect(state is h11.SEND_BODY or (state is h11.IDLE and bool(self.conn.trailing_data[0])))
+        is_partial = state is h11.SEND_BODY or (state is h11.IDLE and bool(self.conn.trailing_data[0]))
+        self._expect(is_partial and self.transport.get_protocol() is self)  # WebSockets have their own protocol
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the deadline of a closed connection."""

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from inspect import isawaitable
+from inspect import isawaitable, iscoroutinefunction
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from dunes.studio.served import ServedModels
 
 POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
-    "img-src 'self' data: blob:; font-src 'self' data:; frame-ancestors 'none'"
+    "img-src 'self' data: blob:; font-src 'self' data:; "
+    "base-uri 'self'; form-action 'self'; frame-ancestors 'none'"
 )
 """Content security policy, with which the browser loads nothing from elsewhere."""
 STYLE = """
@@ -62,7 +63,7 @@ def build(studio: Studio, views: Mapping[str, View]) -> ASGIApp:
     paths = {title: "/" if place == 0 else f"/{title.lower()}" for place, title in enumerate(views)}
     for title, view in views.items():
         ui.page(paths[title], title=f"{title}: dunes studio")(_framed(title, paths, view, studio))
-    ui.run_with(parent, title="dunes studio", dark=None, show_welcome_message=False)
+    ui.run_with(parent, title="dunes studio", dark=None, language="en-US", show_welcome_message=False)
     pages.on_shutdown(studio.models.close)
     return Gate(_with_policy(parent), studio.models.hosts, studio.models.key)
 
@@ -70,9 +71,14 @@ def build(studio: Studio, views: Mapping[str, View]) -> ASGIApp:
 def _framed(title: str, paths: Mapping[str, str], view: View, studio: Studio) -> Callable[[], Any]:
     async def page() -> None:
         with frame(title, paths):
-            drawn = view(studio)
-            if isawaitable(drawn):
-                await drawn
+            try:
+                if iscoroutinefunction(view):
+                    await ui.context.client.connected(60)  # the frame is shown first: NiceGUI gives a page 3 s
+                drawn = view(studio)
+                if isawaitable(drawn):
+                    await drawn
+            except (ValueError, OSError) as error:
+                ui.label(str(error)).classes("text-negative")
 
     return page
 

@@ -1,11 +1,13 @@
 """Find the runs and models in a folder."""
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from dunes.checkpoint.open import is_model_folder
 from dunes.runs.saving import METRICS
+from dunes.text.gguf_file import SUFFIX
 from dunes.units import plural
 
 DEPTH = 5
@@ -29,7 +31,7 @@ class Entry:
 def find_entries(root: Path) -> list[Entry]:
     """The runs and models in a folder, or the folder itself if it is one; the last modified is first.
 
-    Links are not followed, and folders that cannot be read are skipped. Raises ValueError if `root` is not a
+    Links to folders are not followed, and what cannot be read is skipped. Raises ValueError if `root` is not a
     readable folder.
     """
     if not root.is_dir() or not os.access(root, os.R_OK | os.X_OK):
@@ -39,26 +41,22 @@ def find_entries(root: Path) -> list[Entry]:
     return sorted(entries, key=lambda entry: -entry.modified)
 
 
-def _search(folder: Path, root: Path, depth: int, entries: list[Entry]) -> None:
-    metrics, plan = folder / METRICS, folder / "state" / "plan.json"
-    is_run, is_model = metrics.is_file() or plan.is_file(), is_model_folder(folder)
-    if is_run or is_model:
-        times = [path.stat().st_mtime for path in (metrics, folder / "dunes.json", folder) if path.exists()]
-        name = str(folder.relative_to(root)) if folder != root else folder.resolve().name
-        entries.append(Entry(name, folder, is_run, is_model, times[0]))
-        return
-    try:
-        children = sorted(os.scandir(folder), key=lambda child: child.name) if depth else []
-    except OSError:
-        return
-    for child in children:
-        if child.name.startswith(".") or child.name in SKIPPED:
-            continue
-        path = Path(child.path)
-        if child.is_dir(follow_symlinks=False):
-            _search(path, root, depth - 1, entries)
-        elif path.suffix == ".gguf" and child.is_file():
-            entries.append(Entry(str(path.relative_to(root)), path, False, True, child.stat().st_mtime))
+def _search(path: Path, root: Path, depth: int, entries: list[Entry]) -> None:
+    with suppress(OSError):  # it cannot be read, or was deleted during the search
+        metrics, plan = path / METRICS, path / "state" / "plan.json"
+        is_run, is_model = metrics.is_file() or plan.is_file(), path.is_file() or is_model_folder(path)
+        if is_run or is_model:
+            times = [file.stat().st_mtime for file in (metrics, path / "dunes.json", path) if file.exists()]
+            name = path.relative_to(root) if path != root else path.resolve().name
+            # The page cannot show the bytes of a name that is not UTF-8.
+            shown = os.fsencode(name).decode(errors="replace")
+            entries.append(Entry(shown, path, is_run, is_model, times[0]))
+            return
+        for child in sorted(os.scandir(path), key=lambda child: child.name) if depth else []:
+            is_folder = child.is_dir(follow_symlinks=False) and child.name not in SKIPPED
+            is_gguf = child.name.endswith(SUFFIX) and child.is_file()
+            if (is_folder or is_gguf) and not child.name.startswith("."):
+                _search(Path(child.path), root, depth - 1, entries)
 
 
 def describe_count(entries: list[Entry], root: Path) -> str:

@@ -1,31 +1,25 @@
 """The models that the pages have opened, each in a worker of `dunes.serve`."""
 
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
-from pathlib import Path
 
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from dunes import checkpoint, measure
-from dunes.checkpoint.card import ADAPTER
-from dunes.checkpoint.open import base_folder
-from dunes.serve.app import Server
+from dunes import checkpoint
+from dunes.serve.app import Server, client_error
 from dunes.serve.requests import Answer, Event, Request
 from dunes.serve.worker import Worker
-from dunes.units import format_bytes
-
-SPARE = 1.2
-"""A model is opened if free memory is this many times the size of its weights."""
 
 
 class ServedModels:
-    """Opens models on demand. As an ASGI application, answers `/KEY/PATH` as `dunes serve` answers `/PATH` with the
-    model opened under this key."""
+    """Opens models on demand. As an ASGI application, answers `/KEY/PATH` as `dunes serve` answers `/PATH` with
+    the model opened under this key."""
 
     def __init__(self, acceptance: float = 0.35, hosts: Sequence[str] = (), key: str | None = None) -> None:
         self.acceptance, self.hosts, self.key = acceptance, hosts, key
@@ -35,9 +29,14 @@ class ServedModels:
     async def open(self, model: str) -> str:
         """Load a model, unless it is loaded, and return its key; `model` is a folder, a file, or smollm2.
 
-        Raises ValueError, before anything is loaded, if there is too little memory.
+        Raises ValueError for a model that cannot be opened, also if its weights do not fit into free memory; then
+        none is read.
         """
-        key = sha256(model.encode()).hexdigest()[:12]
+        # If a browser leaves, loading continues: a thread cannot be cancelled, and its model would be lost.
+        return await asyncio.shield(asyncio.create_task(self._open(model)))
+
+    async def _open(self, model: str) -> str:
+        key = sha256(os.fsencode(model)).hexdigest()[:12]
         async with self._opening:
             if key not in self._workers:
                 worker = self._workers[key] = await asyncio.to_thread(self._load, model)
@@ -50,7 +49,6 @@ class ServedModels:
 
     def _load(self, model: str) -> Worker:
         folder = checkpoint.locate_model(model).folder
-        check_memory(folder)
         return Worker([folder], self.acceptance, (), partial(print, file=sys.stderr), follows=False)
 
     async def stream(self, key: str, request: Request) -> AsyncIterator[Answer]:
@@ -67,7 +65,7 @@ class ServedModels:
             while True:
                 event = await queue.get()
                 if isinstance(event, Exception):
-                    raise event
+                    raise client_error(event)
                 for answer in event if isinstance(event, list) else [event]:
                     yield answer
                 if isinstance(event, list) or event.reason:
@@ -88,23 +86,3 @@ class ServedModels:
         """End all workers."""
         for worker in self._workers.values():
             worker.close()
-
-
-def check_memory(folder: Path) -> None:
-    """Raise ValueError if the weights of a model, and of an adapter's base, are too large for the free memory."""
-    size, free = weights_size(folder), measure.free_memory(measure.device())
-    if SPARE * size > free:
-        remedy = "end other programs, or quantize the model: dunes augment quantize"
-        raise ValueError(f"{folder}: {format_bytes(size)} of weights, but {format_bytes(free)} are free; {remedy}")
-
-
-def weights_size(folder: Path) -> int:
-    """Bytes of the weight files of a model, including an adapter's base."""
-    if folder.is_file():
-        return folder.stat().st_size
-    sizes = [
-        path.stat().st_size
-        for suffix in ("safetensors", "bin", "pt", "pth")
-        for path in folder.glob(f"*.{suffix}")
-    ]
-    return sum(sizes) + (weights_size(base_folder(folder)) if (folder / ADAPTER).is_file() else 0)
