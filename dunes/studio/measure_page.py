@@ -14,15 +14,15 @@ NARROW = "max-lg:[&_th]:hidden max-lg:[&_td]:flex max-lg:[&_td]:justify-between 
 async def draw(studio: Studio) -> None:
     """Draw the view."""
     spinner = ui.spinner("dots", size="lg")
-    await ui.context.client.connected()
     try:
         pictures = await asyncio.to_thread(lambda: [*draw_folder(studio.root)])
-    except (OSError, ValueError, LookupError, TypeError, ArithmeticError) as error:
-        pictures = [(f"these measurements cannot be read: {error!r}", "")]
-    spinner.delete()
-    hint = f"measure: dunes bench train --size 3m --out {studio.root}/bench/train.jsonl; more in docs/measuring.md"
-    for title, picture in [*pictures, (hint, "")]:
+    except (LookupError, TypeError, ArithmeticError) as error:
+        raise ValueError(f"{studio.root}: a measurement that dunes bench did not write: {error!r}") from None
+    finally:
+        spinner.delete()
+    for title, picture in pictures:
         ui.label(title).classes("font-medium [overflow-wrap:anywhere]")
         ui.html(picture, sanitize=False).classes(
             f"w-full text-sm max-lg:[&_td]:before:content-[attr(title)] {NARROW}"
         )
+    ui.label(f"measure: dunes bench train --size 3m --out {studio.root}/bench/train.jsonl").classes("dim")
