@@ -21,8 +21,8 @@ def html_table(titles: Sequence[str], lines: Iterable[Sequence[str]], bars: Iter
 
 
 def _row(tag: str, titles: Sequence[str], line: Sequence[str]) -> str:
-    cells = zip(titles, line, ["left", *["right"] * len(line)], strict=False)
-    style = "padding:.15em .6em;white-space:pre-wrap;text-align"
+    cells = zip(titles, line, ["left;white-space:pre", *["right"] * len(line)], strict=False)
+    style = "padding:.15em .6em;text-align"
     return "".join(f'<{tag} title="{escape(n)}" style="{style}:{s}">{escape(t)}</{tag}>' for n, t, s in cells)
 
 

@@ -487,7 +487,7 @@ class LoadedModel:
         return f"LoadedModel({family}, {size}, context length {self.context_length}, {self.tokenizer})"
 
     def _repr_html_(self) -> str:
-        dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in self.model.parameters()}))
+        dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in self.model.state_dict().values()}))
         changes = ", ".join(f"{c.name} at {plural(len(c.places), 'place')}" for c in self.architecture.changes)
         family, size = self.architecture.family or type(self.model).__name__, f"{tree.count(self.model):,}"
         titles = ["family", "parameters", "dtype", "context length", "changes"]

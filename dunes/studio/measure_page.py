@@ -16,13 +16,13 @@ async def draw(studio: Studio) -> None:
     spinner = ui.spinner("dots", size="lg")
     try:
         pictures = await asyncio.to_thread(lambda: [*draw_folder(studio.root)])
-    except (LookupError, TypeError, ArithmeticError) as error:
+    except (ValueError, LookupError, TypeError, ArithmeticError) as error:
         raise ValueError(f"{studio.root}: a measurement that dunes bench did not write: {error!r}") from None
     finally:
         spinner.delete()
     for title, picture in pictures:
         ui.label(title).classes("font-medium [overflow-wrap:anywhere]")
         ui.html(picture, sanitize=False).classes(
-            f"w-full text-sm max-lg:[&_td]:before:content-[attr(title)] {NARROW}"
+            f"w-full overflow-x-auto text-sm max-lg:[&_td]:before:content-[attr(title)] {NARROW}"
         )
     ui.label(f"measure: dunes bench train --size 3m --out {studio.root}/bench/train.jsonl").classes("dim")
