@@ -4,8 +4,8 @@
 _dunes() {
   local words= cur=${COMP_WORDS[COMP_CWORD]}
   case "${COMP_WORDS[*]:1:$((COMP_CWORD-1))} " in
-    \ ) words='train finetune generate chat complete serve lsp doctor eval inspect convert export augment compile bench help' ;;
-    help\ ) words='train finetune generate chat complete serve lsp doctor eval inspect convert export augment compile bench help checkpoints coming-from command completion-figures completion decisions editors figures finetuning-data finetuning format generating how-completion-works how-compression-works how-measuring-works how-mixtures-work how-scaling-works how-training-works index instruction-data kv-cache measuring mixtures-and-expansion model-formats native networks operation-checks operations performance preferences pruning quantization scaling serving small-networks training-data training-loop training-options training tutorial' ;;
+    \ ) words='train finetune generate chat complete serve lsp doctor studio eval inspect convert export augment compile bench help' ;;
+    help\ ) words='train finetune generate chat complete serve lsp doctor studio eval inspect convert export augment compile bench help checkpoints coming-from command completion-figures completion decisions editors figures finetuning-data finetuning format generating how-completion-works how-compression-works how-measuring-works how-mixtures-work how-scaling-works how-training-works index instruction-data kv-cache measuring mixtures-and-expansion model-formats native networks operation-checks operations performance preferences pruning quantization scaling serving small-networks studio training-data training-loop training-options training tutorial' ;;
     train\ *--split\ ) words='files tails' ;;
     train\ *--family\ ) words='arcee llama mistral phi3 mixtral qwen2 qwen3 qwen3_moe deepseek_v3 olmo2 gemma2 gemma3_text smollm3 gpt_oss gpt_neox stablelm gpt2 mamba2 qwen3_next' ;;
     train\ *--balancing\ ) words='loss bias' ;;
@@ -35,6 +35,7 @@ _dunes() {
     serve\ *) [[ $cur == -* ]] && words='--host --port --allow-host --adapter --acceptance --ollama --no-follow --config --trust-code --trust-sources --help' ;;
     lsp\ *) [[ $cur == -* ]] && words='--acceptance --no-follow --trust-code --trust-sources --help' ;;
     doctor\ *) [[ $cur == -* ]] && words='--file --help' ;;
+    studio\ *) [[ $cur == -* ]] && words='--host --port --allow-host --trust-code --trust-sources --help' ;;
     eval\ *) [[ $cur == -* ]] && words='--text-field --fields --follow-links --tasks --task-folder --limit --completion --lines --all-lines --out --any-base --trust-code --trust-sources --help' ;;
     inspect\ *) [[ $cur == -* ]] && words='--values --layers --example --trust-code --trust-sources --help' ;;
     convert\ *--dtype\ ) words='float32 bfloat16 float16' ;;

@@ -3,8 +3,8 @@ function __dunes
   set -l words (commandline -opc)
   string match -q -- $argv[1] "$words[2..] "
 end
-complete -c dunes -n "__dunes ' '" -f -a 'train finetune generate chat complete serve lsp doctor eval inspect convert export augment compile bench help'
-complete -c dunes -n "__dunes 'help '" -f -a 'train finetune generate chat complete serve lsp doctor eval inspect convert export augment compile bench help checkpoints coming-from command completion-figures completion decisions editors figures finetuning-data finetuning format generating how-completion-works how-compression-works how-measuring-works how-mixtures-work how-scaling-works how-training-works index instruction-data kv-cache measuring mixtures-and-expansion model-formats native networks operation-checks operations performance preferences pruning quantization scaling serving small-networks training-data training-loop training-options training tutorial'
+complete -c dunes -n "__dunes ' '" -f -a 'train finetune generate chat complete serve lsp doctor studio eval inspect convert export augment compile bench help'
+complete -c dunes -n "__dunes 'help '" -f -a 'train finetune generate chat complete serve lsp doctor studio eval inspect convert export augment compile bench help checkpoints coming-from command completion-figures completion decisions editors figures finetuning-data finetuning format generating how-completion-works how-compression-works how-measuring-works how-mixtures-work how-scaling-works how-training-works index instruction-data kv-cache measuring mixtures-and-expansion model-formats native networks operation-checks operations performance preferences pruning quantization scaling serving small-networks studio training-data training-loop training-options training tutorial'
 complete -c dunes -n "__dunes 'train *--split '" -f -a 'files tails'
 complete -c dunes -n "__dunes 'train *--family '" -f -a 'arcee llama mistral phi3 mixtral qwen2 qwen3 qwen3_moe deepseek_v3 olmo2 gemma2 gemma3_text smollm3 gpt_oss gpt_neox stablelm gpt2 mamba2 qwen3_next'
 complete -c dunes -n "__dunes 'train *--balancing '" -f -a 'loss bias'
@@ -175,6 +175,12 @@ complete -c dunes -n "__dunes 'lsp *'" -l trust-sources
 complete -c dunes -n "__dunes 'lsp *'" -l help
 complete -c dunes -n "__dunes 'doctor *'" -l file
 complete -c dunes -n "__dunes 'doctor *'" -l help
+complete -c dunes -n "__dunes 'studio *'" -l host
+complete -c dunes -n "__dunes 'studio *'" -l port
+complete -c dunes -n "__dunes 'studio *'" -l allow-host
+complete -c dunes -n "__dunes 'studio *'" -l trust-code
+complete -c dunes -n "__dunes 'studio *'" -l trust-sources
+complete -c dunes -n "__dunes 'studio *'" -l help
 complete -c dunes -n "__dunes 'eval *'" -l text-field
 complete -c dunes -n "__dunes 'eval *'" -l fields
 complete -c dunes -n "__dunes 'eval *'" -l follow-links

@@ -31,7 +31,9 @@ body { font-size: 15px; }
 .code { font-family: ui-monospace, monospace; white-space: pre-wrap; }
 .nicegui-content { padding: 1rem; max-width: 1400px; margin: 0 auto; }
 a.view { color: inherit; text-decoration: none; padding: .2em .7em; border-radius: .3em; }
-a.view[aria-current] { background: rgba(127, 127, 127, .25); }
+a.view[aria-current] { background: rgba(127, 127, 127, .15); box-shadow: inset 0 -2px var(--train); }
+.q-header { background: #fff; color: #222; border-bottom: 1px solid rgba(127, 127, 127, .3); }
+.body--dark .q-header { background: #121212; color: #ddd; }
 """
 
 
