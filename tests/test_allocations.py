@@ -83,6 +83,8 @@ def test_kinds_of_a_training_step_add_up():
     assert second.by("kind", moment=0) == {("optimizer",): 2 * size + counters, ("parameters",): size}
     assert not any(a.kind == "optimizer" for a in second.made if a.allocated > 0)
     assert sum(second.by("kind").values()) == second.peak
+    _, total, *kinds = second.over_time().values()
+    assert total == [sum(sizes) for sizes in zip(*kinds, strict=True)]
 
 
 def test_nothing_is_left_behind_and_an_error_inside_is_the_callers():

@@ -369,9 +369,6 @@ def test_operations_are_given_to_the_module_and_the_phase_they_belong_to():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()), "nothing is left behind"
 
 
-# Pictures
-
-
 # The command
 
 
@@ -401,7 +398,7 @@ def test_a_table_or_one_json_document_is_printed(command, tmp_path):
     assert json.loads(printed)["modules"]["blocks[*]"]["backward"] > 0
     refuses("omit --rounds", command, "train", *shape, "--by-module", "--rounds", 3)
     pictures = command("plot", tmp_path / "a.jsonl", "--out", tmp_path / "pictures").splitlines()
-    assert len(pictures) == 4
+    assert len(pictures) == 3
     assert all(Path(picture).is_file() for picture in pictures)
 
 

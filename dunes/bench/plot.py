@@ -10,27 +10,25 @@ from pathlib import Path
 from statistics import linear_regression
 from typing import Any
 
-from dunes.bench.profile_modules import PHASES, Report
-from dunes.bench.rows import SETTING, Row, group_rows, summaries
+from dunes.bench.rows import CASE, Row, differing_columns, group_rows, summaries
 from dunes.extra import extra
-from dunes.measure import KINDS, Allocations
 from dunes.runs.picture import is_drawable
 from dunes.units import format_bytes, format_count, format_seconds
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#999999", "#F0E442")
 AXES = ("parameters", "context", "batch", "threads")
-NAMES = {"seconds": "time per run", "peak_bytes": "tensors at peak memory", "rate": "rate"}
+NAMES = {"seconds": "time per run", "peak_bytes": "tensors at peak memory"}
 
 
 def _frame(records: Sequence[Mapping[str, Any]]) -> Any:
     return extra("polars", "plot").DataFrame(list(records), strict=False, infer_schema_length=None)
 
 
-def _base(frame: Any, *, wide: float = 7.0, high: float = 4.2, **aesthetics: str) -> Any:
+def _base(frame: Any, *, high: float = 4.2, **aesthetics: str) -> Any:
     p = extra("plotnine", "plot")
     thin = p.element_line(color="#e6e6e6", size=0.5)
     look = p.theme_minimal(base_size=11) + p.theme(
-        figure_size=(wide, high),
+        figure_size=(7.0, high),
         plot_title=p.element_text(size=13, weight="bold", ha="left"),
         plot_background=p.element_rect(fill="white", color="white"),
         panel_grid_major=thin,
@@ -59,7 +57,7 @@ def scaling_lines(results: Sequence[Row], axis: str) -> dict[str, list[Row]]:
     The keys name the settings in which the groups differ.
     """
     along = {"parameters": ("parameters", "subject")}.get(axis, (axis,))  # another size is also another subject
-    columns = [n for n in SETTING if n not in along]
+    columns = [n for n in CASE if n not in along]
     groups = group_rows(results, columns)
     varying = [i for i, _ in enumerate(columns) if len({k[i] for k in groups}) > 1]
     lines = {k: m for k, m in groups.items() if len({f[axis] for f in m}) > 1}
@@ -121,25 +119,6 @@ def bars(results: Sequence[Mapping[str, Any]], title: str, interval: str = "p25 
     )
 
 
-def limits(results: Sequence[Mapping[str, Any]], title: str) -> Any:
-    """Plot measured rates (y) over their limits (x) on logarithmic axes; the dashed line is rate = limit.
-
-    `results` are records with `name`, `rate`, `limit` and `unit`.
-    """
-    p = extra("plotnine", "plot")
-    frame = _frame([dict(f) | {"line": f"{f['name']}: {f['rate'] / f['limit']:.0%}"} for f in results])
-    return (
-        _base(frame, high=3.6 + 0.25 * len(results), x="limit", y="rate", color="line")
-        + p.geom_abline(slope=1, intercept=0, color="#222222", linetype="dashed")
-        + p.geom_point(size=3)
-        + p.scale_x_log10(labels=rounded)
-        + p.scale_y_log10(labels=rounded)
-        + p.scale_color_manual(COLOURS * (1 + len(results) // len(COLOURS)))
-        + p.guides(color=p.guide_legend(ncol=1))
-        + p.labs(title=title, x=f"limit, {results[0]['unit']}/s", y=f"{results[0]['unit']}/s")
-    )
-
-
 def losses(runs: Mapping[str, Sequence[Mapping[str, Any]]], over: str = "minutes") -> Any:
     """Plot the validation bits/byte of several runs over `minutes`, `tokens` or `steps`.
 
@@ -178,55 +157,10 @@ def run_points(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def module_bars(report: Report) -> Any:
-    """Bar chart of each module's time, including its submodules, by phase. One bar stands for all modules whose
-    names differ only in a number."""
-    p = extra("plotnine", "plot")
-    modules = report.inside() | {"(Python, waiting)": {"waiting": report.between}}
-    records = [
-        {"module": name or "all", "phase": phase, "milliseconds": 1e3 * seconds}
-        for name, by_phase in modules.items()
-        for phase, seconds in by_phase.items()
-    ]
-    shades = dict(zip((*PHASES, "waiting"), ("#56B4E9", "#E69F00", "#009E73", "#CCCCCC"), strict=True))
-    return (
-        _base(_frame(records), wide=9, high=1.4 + 0.25 * len(modules), x="module", y="milliseconds", fill="phase")
-        + p.geom_col(width=0.8)
-        + p.scale_x_discrete(limits=[name or "all" for name in reversed(modules)])
-        + p.scale_fill_manual(shades)
-        + p.coord_flip()
-        + p.labs(title=f"{format_seconds(report.wall)} by module", x="", y="milliseconds")
-    )
-
-
-def memory(log: Allocations, resolution: int = 400) -> Any:
-    """Plot of memory over time, by kind of tensor, with the peak marked."""
-    p = extra("plotnine", "plot")
-    events = len(log.live)
-    moments = sorted({*range(0, events, max(1, events // resolution)), log.moment})
-    records = []
-    for moment in moments:
-        sizes = {kind: b for (kind,), b in log.by("kind", moment=moment).items()}
-        records += [{"moment": moment, "kind": kind, "bytes": float(sizes.get(kind, 0))} for kind in KINDS]
-    polars = extra("polars", "plot")
-    frame = _frame(records).with_columns(polars.col("kind").cast(polars.Enum(KINDS)))  # the order of stacking
-    kinds = [k for k in KINDS if any(r["bytes"] for r in records if r["kind"] == k)]
-    return (
-        _base(frame, wide=8, x="moment", y="bytes", fill="kind")
-        + p.geom_area(position=p.position_stack(reverse=True), alpha=0.95)
-        + p.geom_vline(xintercept=log.moment, linetype="dashed", color="#222222", size=0.5)
-        + p.annotate("text", x=log.moment, y=log.peak * 1.06, label=f"peak {format_bytes(log.peak)}", size=9)
-        + p.scale_fill_manual(dict(zip(KINDS, COLOURS, strict=False)), breaks=kinds)
-        + p.scale_y_continuous(labels=lambda v: [format_bytes(t) for t in v], limits=(0, log.peak * 1.12))
-        + p.labs(title="tensor memory", x="allocations and frees", y="")
-    )
-
-
 def draw_all(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Write all plots of these measurements, and return their paths.
 
-    There is a scaling plot for each axis that varies, a bar chart of rates, and a plot of rates over limits if the
-    limits are known.
+    There is a scaling plot for each axis that varies, and a bar chart of rates.
     """
     results, paths = summaries(rows), []
     for axis in AXES:
@@ -237,16 +171,11 @@ def draw_all(rows: Sequence[Row], folder: Path) -> list[Path]:
     name, entries = results[0]["benchmark"], [_bar(f, results) for f in results]
     paths.append(folder / f"{name}-rates.svg")
     save_plot(bars(entries, f"{name}: {results[0]['unit']}/s"), paths[-1])
-    if all("limit" in f for f in results):
-        paths.append(folder / f"{name}-limits.svg")
-        save_plot(limits(entries, f"{name}: rates and limits"), paths[-1])
     return paths
 
 
 def _bar(f: Row, among: Sequence[Row]) -> Row:
-    columns = [n for n in SETTING[1:] if n not in ("parameters", "family")]
-    varying = [n for n in columns if len({str(o.get(n)) for o in among}) > 1]
-    name = ", ".join(str(f[n]) if n == "subject" else f"{n} {f[n]}" for n in varying) or str(f["subject"])
-    amount = f["rate"] * f["seconds"]
-    values = {"rate": f["rate"], "unit": f["unit"], "limit": f.get("limit")}
-    return {"name": name, **values, "low": amount / f["high"], "high": amount / f["low"]}
+    name = ", ".join([f["subject"], *(f"{n} {f[n]}" for n in differing_columns(among) if n != "subject")])
+    name += f", {f['rate'] / f['limit']:.0%} of the limit" if f.get("limit") else ""
+    low, high = (f["rate"] * f["seconds"] / f[key] for key in ("high", "low"))
+    return {"name": name, "rate": f["rate"], "unit": f["unit"], "low": low, "high": high}

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from dunes import measure
 from dunes.bench.subject import Work
+from dunes.pictures import SVG, svg_boxes
 
 MODULE = "module: "
 OUTSIDE = "(outside)"
@@ -85,6 +86,16 @@ class Report:
     def record(self) -> dict[str, Any]:
         """The sums of the profile as a JSON object."""
         return {"wall": self.wall, "between": self.between, "kinds": self.kinds(), "modules": self.inside()}
+
+    def _repr_html_(self) -> str:
+        return flame(self.record())
+
+
+def flame(record: Mapping[str, Any]) -> str:
+    """A plot of a report's `record`: the time of each phase, and below it of its modules and their submodules."""
+    times = {f"{p}.{name}".strip("."): t[p] for p in PHASES for name, t in record["modules"].items() if p in t}
+    times |= {"": record["wall"], "(Python, waiting)": record["between"]}
+    return SVG.format(20 + 20 * max(name.count(".") for name in times), svg_boxes(times))
 
 
 @contextmanager

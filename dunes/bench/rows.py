@@ -6,7 +6,7 @@ result (`seconds` of one run, `amount` of `unit`, ...).
 
 import subprocess
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -20,6 +20,8 @@ SETTING = (
     "benchmark", "subject", "family", "parameters", "dtype", "batch", "context", "threads", "device", "form",
 )  # fmt: skip
 """Columns whose values identify a case."""
+CASE = (*SETTING, "machine", "commit")
+"""Columns whose values identify a case on one machine, at one commit."""
 
 
 def read_rows(path: Path, warn: Line = print_warning) -> list[Row]:
@@ -33,6 +35,19 @@ def read_rows(path: Path, warn: Line = print_warning) -> list[Row]:
     if not rows:
         raise ValueError(f"{path}: has no measurements")
     return rows
+
+
+def read_folder(folder: Path, warn: Line) -> list[Row]:
+    """All records in files that `dunes bench` wrote, in a folder and four levels below it.
+
+    `warn` is called with a message about invalid lines.
+    """
+    records = list[Row]()
+    for path in (path for level in range(5) for path in sorted(folder.glob("*/" * level + "*.jsonl"))):
+        with path.open("rb") as file:
+            if file.read(12) == b'{"benchmark"':
+                records += read_records(path, "a measurement", lambda row: "benchmark" in row, warn)
+    return records
 
 
 def group_rows(rows: Iterable[Row], columns: Sequence[str] = SETTING) -> dict[tuple[Any, ...], list[Row]]:
@@ -53,7 +68,7 @@ def summarize(rows: Sequence[Row]) -> Row:
     seconds = [float(row["seconds"]) for row in rows]
     low, _, high = quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
     middle = median(seconds)
-    results: Row = {name: first.get(name) for name in SETTING}
+    results: Row = {name: first.get(name) for name in CASE}
     results |= {"rounds": len(rows), "seconds": middle, "low": low, "high": high, "unit": first["unit"]}
     results["rate"] = first["amount"] / middle
     for name in ("flop_share", "first_token"):
@@ -63,12 +78,17 @@ def summarize(rows: Sequence[Row]) -> Row:
         results["byte_share"] = first["bytes"] / middle / max(reads)
     if "byte_share" in results:
         results["limit"] = results["rate"] / max(results["byte_share"], results.get("flop_share", 0.0))
-    return results | {name: first[name] for name in ("peak_bytes", "machine") if first.get(name) is not None}
+    return results | ({"peak_bytes": first["peak_bytes"]} if first.get("peak_bytes") is not None else {})
 
 
 def summaries(rows: Iterable[Row]) -> list[Row]:
-    """Summaries of the rows: one record per case."""
-    return [summarize(group) for group in group_rows(rows).values()]
+    """Summaries of the rows: one record per case, machine and commit; those of a case follow one another."""
+    return [summarize(laps) for case in group_rows(rows).values() for laps in group_rows(case, CASE).values()]
+
+
+def differing_columns(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The columns of CASE in which summaries differ; the subject's name stands for its family and parameters."""
+    return [n for n in CASE[1:] if n not in ("family", "parameters") and len({str(r.get(n)) for r in results}) > 1]
 
 
 def source_commit() -> str | None:

@@ -54,7 +54,8 @@ class MemoryEstimate:
         shape = asdict(self.shape) | {"dtype": str(self.shape.dtype).removeprefix("torch.")}
         kinds = {str(kind): size for (kind,), size in self.log.by("kind").items()}
         results = {"subject": self.subject.name, **shape, "inference": self.inference, "peak": self.log.peak}
-        return results | {"kinds": kinds, "allocations": len(self.log.made)} | (asdict(truth) if truth else {})
+        results |= {"kinds": kinds, "allocations": len(self.log.made), "live": self.log.over_time()}
+        return results | (asdict(truth) if truth else {})
 
 
 def estimate_memory(subject: Subject, setting: Setting, checkpointing: bool, inference: bool) -> MemoryEstimate:

@@ -1,22 +1,26 @@
-"""Print measurements as plain text."""
+"""Print measurements as plain text, or draw them as HTML."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from dunes.bench.compare import Comparison
-from dunes.bench.profile_modules import PHASES, Report
-from dunes.bench.rows import SETTING
+from dunes.bench.profile_modules import PHASES, Report, flame
+from dunes.bench.rows import CASE, differing_columns, group_rows, read_folder, summaries
 from dunes.bench.step_memory import MeasuredMemory, MemoryEstimate
-from dunes.measure import KINDS, Allocations
+from dunes.measure import KINDS, Allocations, memory_curves
+from dunes.pictures import html_table
 from dunes.progress import print_table
 from dunes.units import format_bytes, format_count, format_seconds, plural
 
 
-def print_summary(results: Sequence[Mapping[str, Any]]) -> None:
-    """Print one line per case: the settings in which cases differ, and the results."""
-    differ = [n for n in SETTING[1:] if len({str(f.get(n)) for f in results}) > 1]
-    columns = [n for n in differ if n not in ("family", "parameters") or "subject" not in differ] or ["subject"]
+def summary_table(results: Sequence[Mapping[str, Any]]) -> tuple[str, list[str], list[list[str]], int]:
+    """A table with one line per case: title, columns, lines, and the number of columns with settings.
+
+    The columns have the settings in which cases differ, and the results; the title has the other settings.
+    """
+    columns = ["subject", *(n for n in differing_columns(results) if n != "subject")]
     formats: dict[str, Callable[[Mapping[str, Any]], str]] = {
         "time/run": lambda f: format_seconds(f["seconds"]),
         "p25 to p75": lambda f: f"{format_seconds(f['low'])} to {format_seconds(f['high'])}",
@@ -29,10 +33,29 @@ def print_summary(results: Sequence[Mapping[str, Any]]) -> None:
     }
     columns_shown = {name: text for name, text in formats.items() if any(text(f) for f in results)}
     lines = [[_value(f[n]) for n in columns] + [text(f) for text in columns_shown.values()] for f in results]
-    hidden = {"benchmark", "family", "parameters", "subject", *differ}
-    fixed = ", ".join(f"{n} {_value(results[0][n])}" for n in SETTING if n not in hidden)
+    hidden = {"benchmark", "family", "parameters", "machine", *columns}
+    fixed = ", ".join(f"{n} {_value(results[0][n])}" for n in CASE if n not in hidden)
     title = f"{results[0]['benchmark']}: {fixed}, {plural(results[0]['rounds'], 'round')}"
-    print_table(title, [*columns, *columns_shown], lines, len(columns))
+    return title, [*columns, *columns_shown], lines, len(columns)
+
+
+def draw_folder(folder: Path) -> Iterator[tuple[str, str]]:
+    """Titles and HTML for a folder: the rates of each benchmark, the memory of each step, each profile, and
+    messages about invalid lines."""
+    messages = list[str]()
+    records = read_folder(folder, messages.append)
+    for laps in group_rows((row for row in records if "seconds" in row), ["benchmark"]).values():
+        results = summaries(laps)
+        title, columns, lines, _ = summary_table(results)
+        rates = [[r["rate"] * r["seconds"] / r[key] for key in ("high", "low")] for r in results]
+        highest = max(rate for _, rate in rates)
+        yield title, html_table(columns, lines, [[rate / highest for rate in bar] for bar in rates])
+    for step in (step for record in records for step in record.get("results", [])):
+        title = f"memory of a step: {step['subject']}, {step['batch']} x {step['context']}, {step['dtype']}"
+        yield title, memory_curves(step["live"])
+    for profile in (record for record in records if "modules" in record):
+        yield f"time by module: {profile['benchmark']}, {profile['subject']}", flame(profile)
+    yield from ((message, "") for message in messages)
 
 
 def _limit(f: Mapping[str, Any]) -> str:

@@ -63,6 +63,7 @@ from dunes.files.model_file import find_file, trust_cards, unfinished_downloads
 from dunes.models import FAMILIES, weight_names
 from dunes.models.names import Names, for_heads
 from dunes.parts import Decoder
+from dunes.pictures import html_table
 from dunes.text import Tokenizer
 from dunes.text.gguf_file import SUFFIX
 from dunes.text.special_tokens import configured_ids
@@ -484,6 +485,13 @@ class LoadedModel:
         size = f"{format_count(tree.count(self.model))} parameters"
         family = self.architecture.family or type(self.model).__name__
         return f"LoadedModel({family}, {size}, context length {self.context_length}, {self.tokenizer})"
+
+    def _repr_html_(self) -> str:
+        dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in self.model.state_dict().values()}))
+        changes = ", ".join(f"{c.name} at {plural(len(c.places), 'place')}" for c in self.architecture.changes)
+        family, size = self.architecture.family or type(self.model).__name__, f"{tree.count(self.model):,}"
+        titles = ["family", "parameters", "dtype", "context length", "changes"]
+        return html_table(titles, [[family, size, dtypes, f"{self.context_length:,}", changes]])
 
     def require_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises ValueError if the model has no tokenizer."""

@@ -12,7 +12,9 @@ from dunes import measure
 from dunes.bench import BENCHMARKS
 from dunes.bench.runner import Request, Shapes
 from dunes.cli.command import with_trust
+from dunes.files.atomic import write_file
 from dunes.flags import flag
+from dunes.progress import print_table
 
 ABOUT = """Benchmark time and memory, profile, compare and plot.
 
@@ -69,7 +71,7 @@ def _benchmark_command(name: str, about: str) -> Callable[..., int]:
         rounds: Number of timed rounds.
         out: Output file for all measurements, .jsonl.
         by_module: Profile one run instead, by module and by operation.
-        picture: Output file for a plot of the profile by module, .svg or .png.
+        picture: Output file for a plot of the profile by module, .svg.
     """
     return command
 
@@ -93,7 +95,7 @@ def _race(name: str, request: Any, rounds: int, out: Path | None, as_json: bool)
     results = rows.summaries(laps)
 
     def print_text() -> None:
-        table.print_summary(results)
+        print_table(*table.summary_table(results))
         print(
             f"all measurements: {file}   compare: dunes bench compare {file} OTHER   plot: dunes bench plot {file}"
         )
@@ -106,8 +108,7 @@ def _by_module(name: str, request: Any, picture: Path | None, as_json: bool) -> 
     import torch
 
     from dunes.bench import BENCHMARKS, runner, table
-    from dunes.bench import plot as plots
-    from dunes.bench.profile_modules import profile_work
+    from dunes.bench.profile_modules import flame, profile_work
 
     cases = runner.cases(name, request)
     if len(cases) > 1:
@@ -117,9 +118,10 @@ def _by_module(name: str, request: Any, picture: Path | None, as_json: bool) -> 
     if work.model is None:
         raise ValueError(f"--by-module: dunes bench {name} runs no model")
     report, overhead = profile_work(work)
+    record = {"benchmark": name, "subject": cases[0].subject.name, **report.record(), "overhead": overhead}
     if picture:
-        plots.save_plot(plots.module_bars(report), picture)
-    _print(lambda: table.print_times(report, overhead), report.record() | {"overhead": overhead}, as_json)
+        write_file(picture.with_suffix(".svg"), flame(record).encode())
+    _print(lambda: table.print_times(report, overhead), record, as_json)
     return 0
 
 
@@ -199,9 +201,8 @@ def memory(
         checkpointing: Use activation checkpointing in each block.
         inference: Estimate the memory for a prompt and one generated token instead of a training step.
         check: Also run the step, and report the memory allocated by the step and by the process.
-        picture: Output file for a plot of the memory over the step, .svg or .png (of the first setting).
+        picture: Output file for a plot of the memory over the step, .svg (of the first setting).
     """
-    from dunes.bench import plot as plots
     from dunes.bench import runner, table
     from dunes.bench import step_memory as estimator
 
@@ -217,6 +218,7 @@ def memory(
         table.print_estimates(estimates, measurements)
 
     if picture:
-        plots.save_plot(plots.memory(estimates[0].log), picture)
-    _print(print_text, {"results": [e.record(m) for e, m in zip(estimates, measurements, strict=True)]}, as_json)
+        write_file(picture.with_suffix(".svg"), measure.memory_curves(estimates[0].log.over_time()).encode())
+    results = [e.record(m) for e, m in zip(estimates, measurements, strict=True)]
+    _print(print_text, {"benchmark": "memory", "results": results}, as_json)
     return 0

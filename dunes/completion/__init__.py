@@ -7,6 +7,8 @@ Start with `completer.find_completer`, `completer.FolderCompleter` and `search.C
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from dunes.pictures import html_table
+
 __all__ = ["Cancelled", "LineCompleter", "Source", "Suggestion"]
 Source = Literal["model", "copies"]
 """`"copies"` for a copied line, `"model"` for a line generated from the mixture of model and copies."""
@@ -22,6 +24,10 @@ class Suggestion:
     line: float = 1.0
     ends_line: bool = True
     source: Source = "model"
+
+    def _repr_html_(self) -> str:
+        line = [self.text, f"{self.word:.0%}", f"{self.line:.0%}", self.source]
+        return html_table(["suggestion", "first word", "line", "source"], [line])
 
 
 class LineCompleter(Protocol):

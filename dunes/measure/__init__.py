@@ -4,7 +4,7 @@ Start with `device`, `choose_dtype`, `use_best_threads`, `peak_memory`, and `all
 of a workload.
 """
 
-from dunes.measure.allocations import KINDS, Allocation, Allocations, ModuleTracker, allocations
+from dunes.measure.allocations import KINDS, Allocation, Allocations, ModuleTracker, allocations, memory_curves
 from dunes.measure.machine import (
     DEVICES,
     LARGE_BLOCK,
@@ -50,6 +50,7 @@ __all__ = [
     "free_memory",
     "keep_freed_memory",
     "matmul_rate",
+    "memory_curves",
     "model_flops_utilization",
     "out_of_memory",
     "peak_matmul_rate",

@@ -9,7 +9,7 @@ import sys
 import weakref
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -23,6 +23,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from dunes.pictures import svg_curves
+from dunes.units import format_bytes
 
 Kind = Literal["parameters", "gradients", "optimizer", "cache", "activations", "temporaries"]
 KINDS: Sequence[Kind] = ("parameters", "gradients", "optimizer", "cache", "activations", "temporaries")
@@ -149,6 +152,22 @@ class Allocations:
         for a in self.live_at(moment):
             sums[tuple(getattr(a, name) for name in names)] += a.size
         return dict(sums.most_common())
+
+    def over_time(self, resolution: int = 200) -> dict[str, list[int]]:
+        """Live bytes by kind, and in total ("all"), after the events numbered "event": about `resolution` events,
+        and the peak."""
+        events = sorted({*range(0, len(self.live), max(1, len(self.live) // resolution)), self.moment})
+        kinds = (Allocations([a for a in self.made if a.kind == kind]).live for kind in KINDS)
+        live = zip(("all", *KINDS), (self.live, *kinds), strict=True)
+        return {"event": events} | {name: [sizes[min(e, len(sizes) - 1)] for e in events] for name, sizes in live}
+
+
+def memory_curves(live: Mapping[str, Sequence[int]]) -> str:
+    """A plot of `Allocations.over_time`, with a line at the peak."""
+    events, peak = live["event"], max(live["all"])
+    curves = {name: [*zip(events, live[name], strict=True)] for name in ("all", *KINDS) if any(live[name])}
+    curves[f"peak {format_bytes(peak)}"] = [(events[live["all"].index(peak)], size) for size in (0, peak)]
+    return svg_curves(curves)
 
 
 @contextmanager

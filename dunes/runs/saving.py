@@ -22,6 +22,7 @@ from dunes.files import json_file
 from dunes.files.atomic import folder_lock, fsync_path, staging_folder, write_file
 from dunes.files.json_file import append_record, parse_line, print_warning, read_lines, read_records
 from dunes.measure import ranks
+from dunes.pictures import svg_curves
 from dunes.progress import Line
 from dunes.runs.config import RunConfig, T
 from dunes.runs.task import Run, check_tensors, load_trainable_state, trainable_state
@@ -154,9 +155,20 @@ def append_metrics(folder: Path, record: dict[str, Any]) -> None:
         append_record(folder / METRICS, record)
 
 
-def read_metrics(path: Path, warn: Line = print_warning) -> list[dict[str, Any]]:
+class Metrics(list[dict[str, Any]]):
+    """Records of a run's metrics.jsonl, or others with "step" and "loss"; notebooks show the losses as curves."""
+
+    def _repr_html_(self) -> str:
+        curves = dict[str, list[tuple[float, float]]]()
+        for label, key in (("training loss", "loss"), ("validation loss", "validation_loss")):
+            points = [(r["step"], r[key]) for r in self if math.isfinite(r.get(key, math.nan))]
+            curves |= {f"{label} {loss:.3f}": points[:: 1 + len(points) // 1000] for _, loss in points[-1:]}
+        return svg_curves(curves)
+
+
+def read_metrics(path: Path, warn: Line = print_warning) -> Metrics:
     """The undamaged records of a metrics.jsonl; `warn` is called with a line about damaged records."""
-    return read_records(path, "the metrics of a step", is_metric, warn)
+    return Metrics(read_records(path, "the metrics of a step", is_metric, warn))
 
 
 def is_metric(record: dict[str, Any]) -> bool:

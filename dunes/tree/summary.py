@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dunes import measure
+from dunes.pictures import html_table
 from dunes.progress import print_table
 from dunes.tree.places import count, innermost, mode, places, require_shapes, uncompiled
 from dunes.tree.watch import ModuleStatistics
@@ -47,7 +48,14 @@ class Layer:
     kept: int | None = None
 
 
-def layers(model: nn.Module, *example: Any, **keywords: Any) -> list[Layer]:
+class Layers(list[Layer]):
+    """The layers of a network, parents first; a notebook shows them as a table."""
+
+    def _repr_html_(self) -> str:
+        return html_table(*_table(self))
+
+
+def layers(model: nn.Module, *example: Any, **keywords: Any) -> Layers:
     """A `Layer` for each module, parents first; shapes, FLOPs and memory are from `model(*example, **keywords)`.
 
     The example runs in evaluation mode on a copy of the network with fake tensors, which have shapes but no
@@ -60,7 +68,7 @@ def layers(model: nn.Module, *example: Any, **keywords: Any) -> list[Layer]:
     require_shapes(model)
     runs = _run(model, example, keywords) if example or keywords else {}
     rows = [("", model), *((place.name, place.module) for place in places(model))]
-    return [_layer(name, module, vars(runs.get(name, _Run())) if runs else {}) for name, module in rows]
+    return Layers(_layer(name, module, vars(runs.get(name, _Run())) if runs else {}) for name, module in rows)
 
 
 @dataclass
@@ -203,6 +211,10 @@ class _Node:
 
 def print_layers(rows: Sequence[Layer]) -> None:
     """Print a table of the results of `layers`; consecutive equal modules share a line."""
+    print_table("", *_table(rows))
+
+
+def _table(rows: Sequence[Layer]) -> tuple[list[str], list[list[str]]]:
     nodes = {row.name: _Node(row) for row in rows}
     for name, node in nodes.items():
         if name:
@@ -210,7 +222,7 @@ def print_layers(rows: Sequence[Layer]) -> None:
     has_run = rows[0].calls is not None
     columns = ["", "type"] + (["input", "output"] if has_run else []) + ["parameters", "memory"]
     columns += ["FLOPs", "kept for backward"] if has_run else []
-    print_table("", columns, _lines(nodes[""], "all", ""))
+    return columns, _lines(nodes[""], "all", "")
 
 
 def _lines(node: _Node, label: str, indent: str) -> list[list[str]]:

@@ -1,0 +1,28 @@
+"""The view of measurements: rates with their intervals, memory over a step, time by module."""
+
+import asyncio
+
+from nicegui import ui
+
+from dunes.bench.table import draw_folder
+from dunes.studio.app import Studio
+
+NARROW = "max-lg:[&_th]:hidden max-lg:[&_td]:flex max-lg:[&_td]:justify-between max-lg:[&_table]:w-full"
+"""Classes of Tailwind with which a line of a table becomes a block in a narrow window."""
+
+
+async def draw(studio: Studio) -> None:
+    """Draw the view."""
+    spinner = ui.spinner("dots", size="lg")
+    try:
+        pictures = await asyncio.to_thread(lambda: [*draw_folder(studio.root)])
+    except (ValueError, LookupError, TypeError, ArithmeticError) as error:
+        raise ValueError(f"{studio.root}: a measurement that dunes bench did not write: {error!r}") from None
+    finally:
+        spinner.delete()
+    for title, picture in pictures:
+        ui.label(title).classes("font-medium [overflow-wrap:anywhere]")
+        ui.html(picture, sanitize=False).classes(
+            f"w-full overflow-x-auto text-sm max-lg:[&_td]:before:content-[attr(title)] {NARROW}"
+        )
+    ui.label(f"measure: dunes bench train --size 3m --out {studio.root}/bench/train.jsonl").classes("dim")
