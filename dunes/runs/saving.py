@@ -104,10 +104,10 @@ def signal_run(folder: Path, number: int = 0) -> bool:
     Returns False if there is no such process, or if it is another user's.
     """
     lock = folder / "state" / "lock"
-    process = lock.read_text().partition("\n")[2] if lock.is_file() else ""
+    process = lock.read_text().partition("\n")[2] if os.access(lock, os.R_OK | os.W_OK) else ""
     pid = process.partition(" ")[0]
-    if process != ranks.process_id(pid) or not os.access(lock, os.W_OK):
-        return False  # the lock is not tried, since a run may be about to take it
+    if process != ranks.process_id(pid):
+        return False  # without trying the lock, since a run may be about to take it
     try:
         with folder_lock(lock, wait=False):
             return False

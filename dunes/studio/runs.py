@@ -1,4 +1,7 @@
-"""Read runs, also while they are written: metrics (thinned for charts), states, samples, and what differs."""
+"""Read runs, also while they are written: metrics (thinned for charts), states, samples, and what differs.
+
+Files that this user may not read count as missing.
+"""
 
 import os
 import shlex
@@ -38,7 +41,7 @@ class Metrics:
 
         A file that was truncated or replaced, as by a resumed run, is read again.
         """
-        if not self.path.is_file():
+        if not os.access(self.path, os.R_OK):
             return self
         with self.path.open("rb") as file:
             status = os.fstat(file.fileno())
@@ -94,8 +97,8 @@ def describe(entry: Entry) -> str:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if the file is damaged or does not exist."""
-    return (parse_line(path.read_bytes()) if path.is_file() else None) or {}
+    """The object in a JSON file; empty if the file is damaged, or cannot be read."""
+    return (parse_line(path.read_bytes()) if os.access(path, os.R_OK) else None) or {}
 
 
 def config_differences(folders: dict[str, Path]) -> list[dict[str, str]]:

@@ -15,7 +15,6 @@ CHARTS = {"loss": "h-96 md:col-span-3", "lr_scale": "h-64", "tokens/s": "h-64", 
 """Series with a chart, and the CSS classes of the chart."""
 COLOURS = ("#b0712a", "#2f6f8f", "#3f9a6b", "#b5608f", "#7a70c8", "#8a8a3a")
 CONFIRM = "() => confirm('Stop the selected runs? Each one saves, and can be continued.') && emit()"
-ROUND = "value => value?.toPrecision(5)"
 
 
 def chart(name: str, axis: str, runs: dict[str, Metrics]) -> dict[str, Any]:
@@ -33,7 +32,7 @@ def chart(name: str, axis: str, runs: dict[str, Metrics]) -> dict[str, Any]:
         "title": {"text": name, "left": 0, "textStyle": {"color": "#888", "fontSize": 14}},
         "legend": {"show": name == "loss", "type": "scroll", "top": 0, "left": 60, "textStyle": {"color": "#888"}},
         "grid": {"left": 50, "right": 20, "top": 40, "bottom": 30},
-        "tooltip": {"trigger": "axis", ":valueFormatter": ROUND},
+        "tooltip": {"trigger": "axis", ":valueFormatter": "value => value?.toPrecision(5)"},
         "animation": False,
         "xAxis": grid,
         "yAxis": grid | {"scale": True},
