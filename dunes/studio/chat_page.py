@@ -65,7 +65,7 @@ async def draw(studio: Studio) -> None:
         """Stream a model's answer into a new column."""
         with block, ui.column().classes("flex-1 min-w-[16rem] gap-1"):
             with ui.expansion(model, caption="tokens").props('dense header-class="px-0"') as tokens:
-                html = ui.html(sanitize=False).classes("*:rounded *:bg-gray-500/15 *:px-1 *:whitespace-pre")
+                html = ui.html(sanitize=False).classes("*:inline-block *:whitespace-pre *:bg-gray-500/15 *:px-1")
             text, stats = ui.label().classes("whitespace-pre-wrap break-words"), ui.label("opening").classes("dim")
         try:
             served = studio.models.worker(key := await studio.models.open(paths.get(model, model))).find("")

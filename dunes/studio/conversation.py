@@ -7,7 +7,7 @@ from dunes.text import Tokenizer
 
 def token_html(tokenizer: Tokenizer, ids: list[int]) -> str:
     """The tokens with their ids. Special tokens, which have a name but no text, have the accent colour."""
-    chip, name = '<span class="{}">{}<sub class="dim">{}</sub></span> '.format, tokenizer.inner.id_to_token
+    chip, name = '<span class="rounded {}">{}<sub class="dim">{}</sub></span> '.format, tokenizer.inner.id_to_token
     texts = [(id, tokenizer.bytes_of(id).decode(errors="replace").replace("\n", "↵")) for id in ids]
     return "".join(chip("" if t else "bg-primary text-white", escape(t or str(name(id))), id) for id, t in texts)
 
