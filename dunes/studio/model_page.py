@@ -20,7 +20,7 @@ ROW = """<div class="col row no-wrap items-baseline gap-3" style="font-variant-n
 <span class="dim">{{props.node.type.replace("torch.", "")}}</span></span>
 <span class="gt-xs w-14 dim">{{props.node.trained ? "trained" : ""}}</span>
 <span class="gt-xs w-28 text-right">{{props.node.parameters.toLocaleString("en")}}</span>
-<span class="w-24 text-right">{{(props.node.bytes / 1e6).toFixed(2)}} MB</span></div>"""
+<span class="w-28 text-right">{{Math.ceil(props.node.bytes / 1e3).toLocaleString("en")}} kB</span></div>"""
 
 
 async def draw(studio: Studio) -> None:
