@@ -23,6 +23,7 @@ from dunes.bench import plot, rows
 from dunes.runs.saving import METRICS, read_metrics
 from dunes.units import format_count, format_seconds, plural
 
+import curves
 import tyro
 
 ROOT = Path(__file__).parent.parent
@@ -298,7 +299,7 @@ def main(only: tuple[str, ...] = (), text: Path | None = None, problems: Path | 
             step.pictures(results[name][1])
     runs = {s.folder.name: read_metrics(s.folder / METRICS) for s, _ in results.values() if s.folder is not None}
     if runs:
-        plot.save_plot(plot.losses(runs), PICTURES / "learning.svg")
+        plot.save_plot(curves.losses(runs), PICTURES / "learning.svg")
     TABLE.write_text(table(results))
     print(f"\n{table(results)}\nwritten: docs/figures.md and docs/figures/")
 

@@ -34,6 +34,7 @@ from dunes.text.templates import get_template
 from dunes.train import Schedule, Trainer, adamw
 from dunes.train.loss import next_token_loss
 
+import curves
 import torch
 import tyro
 
@@ -271,7 +272,7 @@ def loss_over_lr(results: list[dict[str, Any]], title: str, of: str) -> Any:
     """A loss over the learning rate, a line for each `method`; records have `method`, `rate` and `loss`."""
     records = [{"method": str(f["method"]), "x": float(f["rate"]), "y": float(f["loss"])} for f in results]
     return (
-        plot.line_plot(records, "method", title, "learning rate", of) + extra("plotnine", "plot").scale_x_log10()
+        curves.line_plot(records, "method", title, "learning rate", of) + extra("plotnine", "plot").scale_x_log10()
     )
 
 

@@ -23,6 +23,7 @@ from dunes.extra import extra
 from dunes.models import mnist
 from dunes.train import Trainer, cross_entropy, fast_run, sgd
 
+import curves
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -187,7 +188,7 @@ def accuracy_over_time(points: list[dict[str, Any]], title: str) -> Any:
     records = [{"loop": str(q["loop"]), "x": float(q["seconds"]), "y": float(q["accuracy"])} for q in points]
     percent = p.scale_y_continuous(labels=lambda values: [f"{v:.1%}" for v in values])
     return (
-        plot.line_plot(records, "loop", title, "seconds", "accuracy")
+        curves.line_plot(records, "loop", title, "seconds", "accuracy")
         + p.scale_x_log10(labels=plot.rounded)
         + percent
     )

@@ -5,14 +5,12 @@ The colours are Okabe and Ito's palette for colour-blind readers (https://jfly.u
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from pathlib import Path
 from statistics import linear_regression
 from typing import Any
 
 from dunes.bench.rows import CASE, Row, differing_columns, group_rows, summaries
 from dunes.extra import extra
-from dunes.runs.picture import is_drawable
 from dunes.units import format_bytes, format_count, format_seconds
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#999999", "#F0E442")
@@ -20,11 +18,13 @@ AXES = ("parameters", "context", "batch", "threads")
 NAMES = {"seconds": "time per run", "peak_bytes": "tensors at peak memory"}
 
 
-def _frame(records: Sequence[Mapping[str, Any]]) -> Any:
+def table_of(records: Sequence[Mapping[str, Any]]) -> Any:
+    """A table of records with equal keys."""
     return extra("polars", "plot").DataFrame(list(records), strict=False, infer_schema_length=None)
 
 
-def _base(frame: Any, *, high: float = 4.2, **aesthetics: str) -> Any:
+def base(frame: Any, *, high: float = 4.2, **aesthetics: str) -> Any:
+    """An empty plot of a table, `high` inches high, with this package's look."""
     p = extra("plotnine", "plot")
     thin = p.element_line(color="#e6e6e6", size=0.5)
     look = p.theme_minimal(base_size=11) + p.theme(
@@ -80,7 +80,7 @@ def scaling(results: Sequence[Row], axis: str, of: str) -> Any:
     format_value = format_seconds if of == "seconds" else format_bytes if of == "peak_bytes" else format_count
     high = 3.6 + 0.25 * len({r["line"] for r in records})
     return (
-        _base(_frame(records), high=high, x="x", y="y", color="line", shape="line")
+        base(table_of(records), high=high, x="x", y="y", color="line", shape="line")
         + p.geom_line(p.aes(y="fit"), size=0.8)
         + p.geom_point(size=3)
         + p.scale_x_log10(labels=rounded)
@@ -102,12 +102,12 @@ def bars(results: Sequence[Mapping[str, Any]], title: str, interval: str = "p25 
     `results` are records with keys `name`, `rate`, `low` and `high` (the ends of the interval), and `unit`.
     """
     p = extra("plotnine", "plot")
-    frame = _frame([f | {"label": f"  {format_count(f['rate'])}"} for f in map(dict, results)])
+    frame = table_of([f | {"label": f"  {format_count(f['rate'])}"} for f in map(dict, results)])
     order = [str(f["name"]) for f in reversed(results)]
     ends = p.geom_errorbar(p.aes(ymin="low", ymax="high"), width=0.25, color="#222222")
     unit = results[0]["unit"] + (f"/s (line: {interval})" if interval else "/s")
     return (
-        _base(frame, high=1.2 + 0.42 * len(results), x="name", y="rate")
+        base(frame, high=1.2 + 0.42 * len(results), x="name", y="rate")
         + p.geom_col(fill=COLOURS[0], width=0.65)
         + ([ends] if interval else [])
         + p.geom_text(p.aes(label="label", y="high"), ha="left", size=9)
@@ -117,44 +117,6 @@ def bars(results: Sequence[Mapping[str, Any]], title: str, interval: str = "p25 
         + p.labs(title=title, x="", y=unit)
         + p.theme(panel_grid_major_y=p.element_blank())
     )
-
-
-def losses(runs: Mapping[str, Sequence[Mapping[str, Any]]], over: str = "minutes") -> Any:
-    """Plot the validation bits/byte of several runs over `minutes`, `tokens` or `steps`.
-
-    `runs` maps names to the records of metrics.jsonl. Raises ValueError if no run has a validation loss.
-    """
-    points = [point | {"run": name} for name, lines in runs.items() for point in run_points(lines)]
-    measured = [point for point in points if point["y"] is not None and is_drawable(point["y"])]
-    if not measured:
-        raise ValueError(f"{', '.join(runs)}: no run has a validation loss yet; train for at least 10 steps")
-    return line_plot(
-        [point | {"x": point[over]} for point in measured], "run", "validation bits/byte", over, "bits/byte"
-    )
-
-
-def line_plot(records: Sequence[Mapping[str, Any]], by: str, title: str, x: str, y: str) -> Any:
-    """Line plot of the records' "x" and "y", with one line for each value of column `by`."""
-    p = extra("plotnine", "plot")
-    return (
-        _base(_frame(records), x="x", y="y", color=by)
-        + p.geom_line(size=0.9)
-        + p.geom_point(size=1.6)
-        + p.scale_color_manual(COLOURS * 4)
-        + p.labs(title=title, x=x, y=y)
-        + p.guides(color=p.guide_legend(ncol=1))
-    )
-
-
-def run_points(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One point per training step: the steps, tokens and minutes so far, and the validation bits/byte `y` (None if
-    not measured)."""
-    steps = [line for line in lines if "loss" in line]
-    tokens, seconds = (accumulate([line[key] for line in steps]) for key in ("count", "seconds"))
-    return [
-        {"steps": line["step"], "tokens": count, "minutes": time / 60, "y": line.get("bits_per_byte")}
-        for line, count, time in zip(steps, tokens, seconds, strict=True)
-    ]
 
 
 def draw_all(rows: Sequence[Row], folder: Path) -> list[Path]:

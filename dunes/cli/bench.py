@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 
@@ -152,32 +152,25 @@ def compare(
 def plot(
     paths: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PATH")],
     out: Path = Path("runs/bench"),
-    over: Literal["minutes", "tokens", "steps"] = "minutes",
     as_json: Json = False,
 ) -> int:
-    """Plot measurements over size and settings, and losses of training runs over time.
+    """Plot measurements over size and settings; `dunes studio` shows losses of training runs over one another.
 
-    Example: dunes bench plot runs/bench/train.jsonl runs/a runs/b
+    Example: dunes bench plot runs/bench/train.jsonl
 
     Args:
-        paths: Files of measurements, and folders of training runs.
+        paths: Files of measurements.
         out: Output folder for the plots.
-        over: X axis of loss curves.
     """
     from dunes.bench import plot as plots
     from dunes.bench import rows
-    from dunes.runs.saving import METRICS, read_metrics
 
     if not paths:
-        raise ValueError("nothing to plot; pass files of measurements or folders of training runs")
-    laps = [row for p in paths if not p.is_dir() for row in rows.read_rows(p)]
+        raise ValueError("nothing to plot; pass files of measurements")
+    laps = [row for p in paths for row in rows.read_rows(p)]
     by_benchmark = {row["benchmark"]: [r for r in laps if r["benchmark"] == row["benchmark"]] for row in laps}
     plotted = [path for rows_of_one in by_benchmark.values() for path in plots.draw_all(rows_of_one, out)]
-    if runs := {str(p): read_metrics(p / METRICS) for p in paths if p.is_dir()}:
-        plotted.append(out / "loss.svg")
-        plots.save_plot(plots.losses(runs, over), plotted[-1])
-    names = [str(path) for path in plotted]
-    _print(lambda: print("\n".join(names)), {"pictures": names}, as_json)
+    _print(lambda: print(*plotted, sep="\n"), {"pictures": [*map(str, plotted)]}, as_json)
     return 0
 
 

@@ -73,8 +73,7 @@ _dunes() {
     bench\ save\ *) [[ $cur == -* ]] && words='--size --family --batch --context-length --dtype --threads --compile --rounds --out --by-module --picture --json --trust-code --trust-sources --help' ;;
     bench\ memory\ *) [[ $cur == -* ]] && words='--size --family --batch --context-length --dtype --checkpointing --inference --check --picture --json --trust-code --trust-sources --help' ;;
     bench\ compare\ *) [[ $cur == -* ]] && words='--confidence --json --help' ;;
-    bench\ plot\ *--over\ ) words='minutes tokens steps' ;;
-    bench\ plot\ *) [[ $cur == -* ]] && words='--out --over --json --help' ;;
+    bench\ plot\ *) [[ $cur == -* ]] && words='--out --json --help' ;;
     help\ *) [[ $cur == -* ]] && words='--help' ;;
   esac
   COMPREPLY=($(compgen -W "$words" -- "$cur"))

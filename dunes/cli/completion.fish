@@ -441,9 +441,7 @@ complete -c dunes -n "__dunes 'bench memory *'" -l help
 complete -c dunes -n "__dunes 'bench compare *'" -l confidence
 complete -c dunes -n "__dunes 'bench compare *'" -l json
 complete -c dunes -n "__dunes 'bench compare *'" -l help
-complete -c dunes -n "__dunes 'bench plot *--over '" -f -a 'minutes tokens steps'
 complete -c dunes -n "__dunes 'bench plot *'" -l out
-complete -c dunes -n "__dunes 'bench plot *'" -l over
 complete -c dunes -n "__dunes 'bench plot *'" -l json
 complete -c dunes -n "__dunes 'bench plot *'" -l help
 complete -c dunes -n "__dunes 'help *'" -l help

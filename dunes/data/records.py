@@ -152,11 +152,8 @@ def _list_rows(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
 
 
 def _line_rows(path: Path, file: BinaryIO, decoder: json.JSONDecoder = DECODER) -> Iterator[tuple[str, Any]]:
-    lines = iter(lambda: file.readline(MAX_ROW_BYTES + 1), b"")
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(file, 1):
         place = f"{path}, line {number}"
-        if len(line) > MAX_ROW_BYTES:
-            raise ValueError(f"{place}: more than {MAX_ROW_BYTES} bytes; expected one JSON object per line")
         line = line.removeprefix(BOM_UTF8) if number == 1 else line
         if line.strip():
             text = decode_text(line, place)

@@ -14,10 +14,6 @@ from dunes.files.atomic import add_path_to_errors, open_handle
 from dunes.files.model_file import read_file
 from dunes.progress import Line
 
-MAX_ITEMS = 2_000_000
-"""Maximum number of commas and opening brackets in a JSON file. Each may begin a Python object, and objects
-take about twenty times as much memory as their text."""
-
 
 def read(path: Path) -> dict[str, Any]:
     """The object in a JSON file.
@@ -35,8 +31,6 @@ def read_if_present(path: Path) -> dict[str, Any]:
 
 def parse(text: bytes, path: Path) -> dict[str, Any]:
     """Parse a JSON file's bytes into an object; `path` is for error messages. Raises ValueError like `read`."""
-    if (items := sum(map(text.count, (b",", b"[", b"{")))) > MAX_ITEMS:
-        raise ValueError(f"{path}: {items:,} commas and brackets; a JSON file has at most {MAX_ITEMS:,}")
     try:
         content = json.loads(text.decode("utf-8-sig"), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:

@@ -20,8 +20,7 @@ from dunes.studio.served import ServedModels
 
 POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
-    "img-src 'self' data: blob:; font-src 'self' data:; "
-    "base-uri 'self'; form-action 'self'; frame-ancestors 'none'"
+    "img-src 'self' data:; font-src 'self' data:; base-uri 'self'; form-action 'self'; frame-ancestors 'none'"
 )
 """Content security policy, with which the browser loads nothing from elsewhere."""
 STYLE = """

@@ -4,10 +4,8 @@ Start with `print_layers`, `find`, `replace`, `freeze`, `watch` and `statistics`
 """
 
 from dunes.tree.places import (
-    Kind,
     Place,
     Where,
-    anything,
     count,
     find,
     freeze,
@@ -29,7 +27,7 @@ from dunes.tree.summary import Layer, layers, print_layers, print_statistics
 from dunes.tree.watch import ModuleStatistics, Statistics, hooks, statistics, watch
 
 __all__ = [
-    "Kind", "Layer", "ModuleStatistics", "Place", "Statistics", "Where", "anything", "count", "find", "freeze",
+    "Layer", "ModuleStatistics", "Place", "Statistics", "Where", "count", "find", "freeze",
     "hooks", "innermost", "insert", "is_dense", "layers", "linear", "linears", "matches", "mode", "move",
     "places", "print_layers", "print_statistics", "remove", "replace", "require_shapes", "statistics",
     "uncompiled", "watch",

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
-from typing import Any, BinaryIO, ClassVar, cast
+from typing import Any, BinaryIO, ClassVar
 
 import torch
 
@@ -39,7 +39,6 @@ _ALLOWED = b"(.\x80\x95N\x88\x89KMJ\x8aGX\x8c\x8dTU])t\x85\x86\x87qr\x94hjc\x93s
 _LOCAL = Struct("<4s5H3I2H")
 _END = b"PK\5\6"
 _FLAGS = 0x0808  # supported zip flags: sizes after the data, UTF-8 names
-_DIRECTORY = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -345,20 +344,6 @@ _STAND_INS: dict[tuple[str, str], object] = {
 }
 
 
-class _Bounded:
-    """Wraps a file to limit the size of a read, since zipfile trusts the archive about its central directory's
-    size.
-    """
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file, self.seek, self.tell, self.seekable = file, file.seek, file.tell, file.seekable
-
-    def read(self, size: int = -1) -> bytes:
-        if size > _DIRECTORY:
-            raise ValueError(f"the archive's directory claims {size} bytes; expected {_DIRECTORY} at most")
-        return self.file.read(_DIRECTORY if size < 0 else size)
-
-
 def entries(file: BinaryIO, size: int) -> dict[str, tuple[int, int]]:
     """Offset and length in bytes of each file in a zip archive of `size` bytes, by name.
 
@@ -372,7 +357,7 @@ def entries(file: BinaryIO, size: int) -> dict[str, tuple[int, int]]:
     places: dict[str, tuple[int, int]] = {}
     end = 0
     try:
-        with zipfile.ZipFile(cast(BinaryIO, _Bounded(file))) as archive:
+        with zipfile.ZipFile(file) as archive:
             # In file order, so that no byte is read twice.
             infos, directory = sorted(archive.infolist(), key=lambda i: i.header_offset), archive.start_dir
             counts = {int.from_bytes(tail[i : i + 2], "little") for i in (8, 10)}
