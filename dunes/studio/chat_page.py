@@ -58,7 +58,8 @@ async def draw(studio: Studio) -> None:
         with block, ui.button(icon="more_horiz").props('flat round dense aria-label="More"'), ui.menu():
             ui.menu_item("Edit", lambda: edit(place))
             ui.menu_item("Regenerate", lambda: edit(place, asks=True))
-            ui.menu_item("Save for finetuning", lambda: save("chats.jsonl", {"messages": [*prompt, reply]}, reply))
+            keep = lambda: save("chats.jsonl", {"messages": [*prompt, reply]}, reply)
+            ui.menu_item("Save for finetuning", keep).set_visibility(any(texts))
             for i, row in enumerate(pair_rows(prompt, texts), 1):
                 ui.menu_item(f"Prefer answer {i}", lambda row=row: save("pairs.jsonl", row, reply))
 
