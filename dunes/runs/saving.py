@@ -161,7 +161,7 @@ class Metrics(list[dict[str, Any]]):
     def _repr_html_(self) -> str:
         curves = dict[str, list[tuple[float, float]]]()
         for label, key in (("training loss", "loss"), ("validation loss", "validation_loss")):
-            points = [(r["step"], r[key]) for r in self if math.isfinite(r.get(key, math.nan))]
+            points = [(r["step"], r[key]) for r in self if r.get(key) is not None and math.isfinite(r[key])]
             curves |= {f"{label} {loss:.3f}": points[:: 1 + len(points) // 1000] for _, loss in points[-1:]}
         return svg_curves(curves)
 

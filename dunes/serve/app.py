@@ -128,8 +128,13 @@ class Gate:
             return
 
     def _log_in(self, connection: HTTPConnection) -> Response:
-        """A redirect to the same address without the key, which sets the cookie."""
-        response = RedirectResponse(connection.url.remove_query_params("key"), 303)
+        """An empty page that sets the cookie and then goes to the same address without the key.
+
+        After a redirect, a browser that came from a link in another site's page, as in a terminal in the browser,
+        would not send the cookie.
+        """
+        response = RedirectResponse(connection.url.remove_query_params("key"), 200)
+        response.headers.update({"Refresh": f"0; url={response.headers['location']}", "Referrer-Policy": "origin"})
         response.set_cookie(*self.cookie, httponly=True, samesite="strict")
         return response
 
@@ -148,6 +153,7 @@ class Gate:
             given = header.encode("latin-1") or connection.query_params.get("key", "").encode()
             name, value = self.cookie
             is_own_page = all(origin.partition("://")[2] == hosts[0] for origin in origins)
+            is_own_page &= headers.get("sec-fetch-site", "none") in ("none", "same-origin")
             cookie = connection.cookies.get(name, "").encode() if is_own_page else b""
             if not (hmac.compare_digest(given, self.key.encode()) or hmac.compare_digest(cookie, value.encode())):
                 raise Refused(401, "Invalid API Key; in a browser, open the address that the command printed")

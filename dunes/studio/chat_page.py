@@ -31,6 +31,8 @@ async def draw(studio: Studio) -> None:
 
     async def edit(place: int, asks: bool = False) -> None:
         """Take a question back, and all that follows; it can be changed and sent again."""
+        for task in tasks:
+            task.cancel()
         await asyncio.gather(*tasks)
         box.value = talk[2 * place + 1]["content"]
         for block in history.default_slot.children[place:]:
@@ -41,7 +43,7 @@ async def draw(studio: Studio) -> None:
 
     async def ask() -> None:
         """Stream the answers of the chosen models to the message."""
-        if not (all(task.done() for task in tasks) and select.value and box.value.strip()):
+        if not (all(task.done() for task in tasks) and select.validate() and box.value.strip()):
             return
         prompt = [m for m in (*talk, {"role": "user", "content": box.value}) if m["content"]]
         fields = Fields({"messages": prompt} | {name: number.value for name, number in numbers.items()})
@@ -51,13 +53,13 @@ async def draw(studio: Studio) -> None:
         tasks[:] = [asyncio.create_task(answer(block, model, request)) for model in select.value]
         place, reply, box.value = len(talk) // 2, {"role": "assistant", "content": ""}, ""
         talk.extend((prompt[-1], reply))
-        answers = asyncio.gather(*tasks)
-        history.client.on_delete(lambda: answers.cancel())
-        reply["content"] = (texts := await answers)[0]
+        history.client.on_delete((answers := asyncio.gather(*tasks)).cancel)
+        reply["content"] = next(filter(None, texts := await answers), "")
         with block, ui.button(icon="more_horiz").props('flat round dense aria-label="More"'), ui.menu():
             ui.menu_item("Edit", lambda: edit(place))
             ui.menu_item("Regenerate", lambda: edit(place, asks=True))
-            ui.menu_item("Save for finetuning", lambda: save("chats.jsonl", {"messages": [*prompt, reply]}, reply))
+            keep = lambda: save("chats.jsonl", {"messages": [*prompt, reply]}, reply)
+            ui.menu_item("Save for finetuning", keep).set_visibility(any(texts))
             for i, row in enumerate(pair_rows(prompt, texts), 1):
                 ui.menu_item(f"Prefer answer {i}", lambda row=row: save("pairs.jsonl", row, reply))
 
@@ -82,13 +84,15 @@ async def draw(studio: Studio) -> None:
         return str(text.text)
 
     select = ui.select(models, label="Models", value=models[:1], multiple=True, new_value_mode="add-unique")
+    select.validation = {"Choose a model": bool}
     with ui.expansion("System prompt and sampling").classes("w-full").props("header-class=px-0"), ui.row():
         ui.textarea("System prompt").props("autogrow").classes("w-full").bind_value(talk[0], "content")
         numbers = {name: ui.number(name.replace("_", " "), value=value) for name, value in SETTINGS.items()}
     with ui.column().classes("w-full flex-col-reverse overflow-y-auto max-h-[60vh]"):  # stays at its end
         history = ui.column().classes("w-full gap-6")
     with ui.row().classes("w-full items-center no-wrap"):
-        box = ui.textarea("Message").props("autogrow").classes("grow").on("keydown.enter.exact.prevent", ask)
+        box = ui.textarea("Message").props("autogrow").classes("grow")
+        box.on("keydown.enter.exact.prevent", ask, js_handler="event => event.isComposing || emit()")
         ui.button("Send", on_click=ask)
         ui.button("Stop", on_click=lambda: [task.cancel() for task in tasks]).props("flat")
     ui.on_exception(lambda error: ui.notify(str(error), type="negative"))

@@ -62,6 +62,5 @@ def _search(path: Path, root: Path, depth: int, entries: list[Entry]) -> None:
 def describe_count(entries: list[Entry], root: Path) -> str:
     """One line on what was found, with a next step if it was nothing."""
     runs, models = sum(e.is_run for e in entries), sum(e.is_model for e in entries)
-    if entries:
-        return f"{root}: {plural(runs, 'run')}, {plural(models, 'model')}"
-    return f"{root}: no run and no model; train one: dunes train SOURCE --out {root}/first"
+    found = f"{plural(runs, 'run')}, {plural(models, 'model')}" if entries else "no run and no model; train one: "
+    return f"{root}: {found}" + f"dunes train SOURCE --out {root}/first" * (not entries)

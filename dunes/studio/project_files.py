@@ -16,8 +16,7 @@ def read_project_file(name: str, roots: Sequence[Path]) -> tuple[Path, str]:
     Raises ValueError for a file outside of `roots`, also if a link leads there, and for a binary or too large
     file. Raises OSError for a file that cannot be read.
     """
-    paths = [root / name for root in roots]
-    path = next((path for path in paths if path.is_file()), paths[0]).resolve()
+    path = next((p for root in roots if (p := root / name).is_file()), roots[0] / name).resolve()
     if not any(path.is_relative_to(root.resolve()) for root in roots):
         raise ValueError(f"{path}: not below {' or '.join(map(str, roots))}; expected a file of the project")
     with open_file(path) as file:

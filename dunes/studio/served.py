@@ -2,16 +2,15 @@
 
 import asyncio
 import os
-import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from functools import partial
 from hashlib import sha256
 
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dunes import checkpoint
+from dunes.files.json_file import print_warning
 from dunes.serve.app import Server, client_error
 from dunes.serve.requests import Answer, Event, Request
 from dunes.serve.worker import Worker
@@ -27,7 +26,8 @@ class ServedModels:
         self._opening = asyncio.Lock()
 
     async def open(self, model: str) -> str:
-        """Load a model, unless it is loaded, and return its key; `model` is a folder, a file, or smollm2.
+        """Load a model, unless it is loaded and has not changed since, and return its key; `model` is a folder, a
+        file, or smollm2.
 
         Raises ValueError for a model that cannot be opened, also if its weights do not fit into free memory; then
         none is read.
@@ -41,6 +41,8 @@ class ServedModels:
             if key not in self._workers:
                 worker = self._workers[key] = await asyncio.to_thread(self._load, model)
                 self._apps[key] = Server(worker).app(self.hosts, self.key)
+            elif (served := self._workers[key].find("")).is_outdated:
+                await asyncio.wrap_future(self._workers[key].call(served.reload))
         return key
 
     def worker(self, key: str) -> Worker:
@@ -49,7 +51,7 @@ class ServedModels:
 
     def _load(self, model: str) -> Worker:
         folder = checkpoint.locate_model(model).folder
-        return Worker([folder], self.acceptance, (), partial(print, file=sys.stderr), follows=False)
+        return Worker([folder], self.acceptance, (), print_warning, follows=False)
 
     async def stream(self, key: str, request: Request) -> AsyncIterator[Answer]:
         """Yield the parts of an answer, the last with a `reason`; for a line, yield all suggestions, best first.
@@ -63,8 +65,7 @@ class ServedModels:
         task = self._workers[key].submit(request, emit)
         try:
             while True:
-                event = await queue.get()
-                if isinstance(event, Exception):
+                if isinstance(event := await queue.get(), Exception):
                     raise client_error(event)
                 for answer in event if isinstance(event, list) else [event]:
                     yield answer
@@ -77,10 +78,8 @@ class ServedModels:
         """The entry point of an ASGI application, mounted at `scope["root_path"]`."""
         root = scope.get("root_path", "")
         key, _, _ = scope["path"].removeprefix(root).lstrip("/").partition("/")
-        if key not in self._apps:
-            await PlainTextResponse("no such model", 404)(scope, receive, send)
-            return
-        await self._apps[key]({**scope, "root_path": f"{root}/{key}"}, receive, send)
+        app = self._apps.get(key, PlainTextResponse("no such model", 404))
+        await app({**scope, "root_path": f"{root}/{key}"}, receive, send)
 
     def close(self) -> None:
         """End all workers."""

@@ -12,7 +12,7 @@ from dunes.studio.project_files import read_project_file
 
 class GhostEditor(ui.element, component="ghost.js"):
     """An editor that shows the suggestion at the cursor and explains it. After a click on a token with
-    a place, emits `source` with the place and the editor's text."""
+    a place in a file, emits `source` with the place."""
 
 
 async def draw(studio: Studio) -> None:
@@ -36,10 +36,6 @@ async def draw(studio: Studio) -> None:
             editor.run_method("load", {"path": str(path)}, text)
         status.text = ""
 
-    def reveal(place: tuple[str, int], text: str) -> None:
-        """Show the place beside the editor; `text` is the editor's."""
-        editor.run_method("reveal", place, texts.get(place[0], "") if place[0] else text)
-
     with ui.row().classes("w-full items-end"):
         names = dict.fromkeys([*paths, *query.getlist("model")])
         model = ui.select([*names], label="Model", value=query.get("model"), new_value_mode="add-unique")
@@ -47,6 +43,7 @@ async def draw(studio: Studio) -> None:
         status = ui.label().props("role=status")
     model.on_value_change(lambda: open_chosen(model))
     file.on("keydown.enter", lambda: open_chosen(file))
-    editor = GhostEditor().on("source", lambda event: reveal(*event.args))
+    editor = GhostEditor()
+    editor.on("source", lambda event: editor.run_method("reveal", event.args, texts.get(event.args[0], "")))
     ui.on_exception(lambda error: status.set_text(" ".join(str(error).split())))
     ui.timer(0, lambda: open_chosen(model, file), once=True)
