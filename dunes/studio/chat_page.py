@@ -91,4 +91,3 @@ async def draw(studio: Studio) -> None:
         box = ui.textarea("Message").props("autogrow").classes("grow").on("keydown.enter.exact.prevent", ask)
         ui.button("Send", on_click=ask)
         ui.button("Stop", on_click=lambda: [task.cancel() for task in tasks]).props("flat")
-    ui.on_exception(lambda error: ui.notify(str(error), type="negative"))

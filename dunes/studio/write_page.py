@@ -48,5 +48,5 @@ async def draw(studio: Studio) -> None:
     model.on_value_change(lambda: open_chosen(model))
     file.on("keydown.enter", lambda: open_chosen(file))
     editor = GhostEditor().on("source", lambda event: reveal(*event.args))
-    ui.on_exception(lambda error: status.set_text(" ".join(str(error).split())))
+    ui.on_exception(lambda: status.set_text(""))
     ui.timer(0, lambda: open_chosen(model, file), once=True)
