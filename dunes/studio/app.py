@@ -16,9 +16,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dunes.serve.app import Gate
 from dunes.serve.fields import Refused
-from dunes.studio.folders import Entry, find_entries
+from dunes.studio.folders import Entry, find_entries, showable
 from dunes.studio.served import ServedModels
 
+NOTICE: Any = {"type": "negative", "timeout": 0, "actions": [{"label": "Close", "color": "white"}]}
 SHOWN = (ValueError, OSError, Refused)
 """Errors that the page shows and the terminal does not."""
 POLICY = (
@@ -75,7 +76,7 @@ def build(studio: Studio, views: Mapping[str, View]) -> ASGIApp:
 
 def _framed(title: str, paths: Mapping[str, str], view: View, studio: Studio) -> Callable[[], Any]:
     async def page() -> None:
-        ui.on_exception(lambda e: ui.notify(str(e) or repr(e), type="negative", timeout=0, close_button="Close"))
+        ui.on_exception(lambda e: ui.notify(showable(e if isinstance(e, SHOWN) else repr(e)), **NOTICE))
         ui.add_css(STYLE)
         ui.colors(primary="#8c5a1f", secondary="#2f6f8f")
         with ui.header().classes("items-center gap-1 py-2 px-4"), ui.element("nav").classes("flex flex-wrap"):
@@ -89,7 +90,7 @@ def _framed(title: str, paths: Mapping[str, str], view: View, studio: Studio) ->
                 if isawaitable(drawn):
                     await drawn
             except SHOWN as error:
-                ui.label(str(error)).classes("text-negative")
+                ui.label(showable(error)).classes("text-negative")
 
     return page
 

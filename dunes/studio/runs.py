@@ -18,7 +18,7 @@ from dunes.runs.config import RECORDED
 from dunes.runs.picture import centered_mean, is_drawable
 from dunes.runs.saving import METRICS, is_metric, signal_run
 from dunes.runs.trackers import read_samples
-from dunes.studio.folders import Entry
+from dunes.studio.folders import Entry, showable
 
 FIELDS = ("step", "count", "seconds", "loss", "lr_scale", "memory", "validation_loss")
 """Numbers that are read from the records of metrics.jsonl."""
@@ -87,15 +87,14 @@ def describe(entry: Entry) -> str:
     config, card = read_object(folder / "state" / "plan.json"), read_object(folder / CARD)
     last = {name: y for name in ("step", "loss", "validation_loss") for _, y in metrics.points(name)}
     facts = [f"{name.replace('_', ' ')} {round(value, 3):,.9g}" for name, value in last.items()]
-    state, verb = "unfinished", "train" if "sources" in config else "finetune"
-    done = card.get("finetuned", card.get("trained"))
+    state, done = "unfinished", card.get("finetuned", card.get("trained"))
     if signal_run(folder):
         state = "training" if last else "preparing"
     elif isinstance(done, dict) and last.get("step") == done.get("steps"):
         state = "ended"  # its model was saved after its last step
+    verb, changed = "train" if "sources" in config else "finetune", localtime(entry.modified)
     command = f"; continue with: dunes {verb} --out {shlex.quote(str(folder))} --resume"
-    changed = strftime("%Y-%m-%d %H:%M", localtime(entry.modified))
-    return ", ".join([state, *facts, changed]) + command * (state == "unfinished")
+    return ", ".join([state, *facts, strftime("%Y-%m-%d %H:%M", changed)]) + command * (state == "unfinished")
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -107,7 +106,7 @@ def config_differences(folders: dict[str, Path]) -> list[dict[str, str]]:
     """Rows of a table: an option that differs between runs, and its value in each run by the run's name."""
     configs = {run: read_object(folder / "state" / "plan.json") for run, folder in folders.items()}
     names = dict.fromkeys(name for config in configs.values() for name in config if name not in RECORDED)
-    rows = {name: {run: str(config.get(name)) for run, config in configs.items()} for name in names}
+    rows = {name: {run: showable(config.get(name)) for run, config in configs.items()} for name in names}
     return [{"option": name} | row for name, row in rows.items() if len({*row.values()}) > 1]
 
 

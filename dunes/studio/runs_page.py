@@ -8,7 +8,7 @@ from nicegui import ui
 
 from dunes.runs.saving import signal_run
 from dunes.studio.app import Studio
-from dunes.studio.folders import Entry, describe_count
+from dunes.studio.folders import Entry, describe_count, showable
 from dunes.studio.runs import Metrics, config_differences, describe, samples_at
 
 CHARTS = {"loss": "h-96 md:col-span-3", "lr_scale": "h-64", "tokens/s": "h-64", "memory, GB": "h-64"}
@@ -77,7 +77,7 @@ def draw(studio: Studio) -> None:
             element.options.update(await asyncio.to_thread(chart, name, axis.value, runs))
         notes = [describe(entry).partition("; ")[2] for entry in chosen]
         notes += [f"{run.path}: damaged lines skipped: {run.damaged}" for run in runs.values() if run.damaged]
-        note.text = "\n".join(filter(None, notes))
+        note.text = showable("\n".join(filter(None, notes)))
         count, sample.text = samples_at(folders, slider.value)
         if slider.props["max"] != max(0, count - 1):  # the newest sample is shown first
             slider.props["max"] = slider.value = max(0, count - 1)
