@@ -43,7 +43,7 @@ def read_folder(folder: Path, warn: Line) -> list[Row]:
     `warn` is called with a message about invalid lines.
     """
     records = list[Row]()
-    for path in (path for level in range(5) for path in sorted(folder.glob("*/" * level + "*.jsonl"))):
+    for path in (p for level in range(5) for p in sorted(folder.glob("*/" * level + "*.jsonl")) if p.is_file()):
         with path.open("rb") as file:
             if file.read(12) == b'{"benchmark"':
                 records += read_records(path, "a measurement", lambda row: "benchmark" in row, warn)

@@ -104,7 +104,8 @@ def signal_run(folder: Path, number: int = 0) -> bool:
     Returns False if there is no such process, or if it is another user's.
     """
     lock = folder / "state" / "lock"
-    process = lock.read_text().partition("\n")[2] if os.access(lock, os.R_OK | os.W_OK) else ""
+    is_readable = os.access(lock, os.R_OK | os.W_OK) and lock.is_file()
+    process = lock.read_text(errors="replace").partition("\n")[2] if is_readable else ""
     pid = process.partition(" ")[0]
     if process != ranks.process_id(pid):
         return False  # without trying the lock, since a run may be about to take it

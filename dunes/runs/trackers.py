@@ -217,6 +217,6 @@ def run_id(folder: Path) -> str:
 
 def read_samples(path: Path) -> dict[int, str]:
     """Samples in a samples.md, by step; if a step has several samples, only the last is returned."""
-    text = path.read_bytes().decode(errors="replace") if path.is_file() else ""
+    text = path.read_bytes().decode(errors="replace") if os.access(path, os.R_OK) and path.is_file() else ""
     parts = re.split(r"^## After (\d{1,15}) steps?[^\n]*\n\n```\n", text, flags=re.MULTILINE)[1:]
     return {int(n): sample.removesuffix("\n```\n\n") for n, sample in zip(parts[::2], parts[1::2], strict=True)}

@@ -1,8 +1,8 @@
 """The application: NiceGUI's pages, and `dunes serve`'s application for each opened model under /api."""
 
+import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from inspect import isawaitable, iscoroutinefunction
 from pathlib import Path
@@ -15,9 +15,13 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dunes.serve.app import Gate
-from dunes.studio.folders import Entry, find_entries
+from dunes.serve.fields import Refused
+from dunes.studio.folders import Entry, find_entries, showable
 from dunes.studio.served import ServedModels
 
+NOTICE: Any = {"type": "negative", "timeout": 0, "actions": [{"label": "Close", "color": "white"}]}
+SHOWN = (ValueError, OSError, Refused)
+"""Errors that the page shows and the terminal does not."""
 POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data:; font-src 'self' data:; base-uri 'self'; form-action 'self'; frame-ancestors 'none'"
@@ -59,6 +63,7 @@ def build(studio: Studio, views: Mapping[str, View]) -> ASGIApp:
     """
     # NiceGUI looks at all objects of the process, which makes torch warn of a deprecated one.
     warnings.filterwarnings("ignore", ".*torch.distributed.reduce_op")
+    logging.getLogger("nicegui").addFilter(lambda record: not isinstance(record.msg, SHOWN))
     parent = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     parent.mount("/api", studio.models)
     paths = {title: "/" if place == 0 else f"/{title.lower()}" for place, title in enumerate(views)}
@@ -71,31 +76,23 @@ def build(studio: Studio, views: Mapping[str, View]) -> ASGIApp:
 
 def _framed(title: str, paths: Mapping[str, str], view: View, studio: Studio) -> Callable[[], Any]:
     async def page() -> None:
-        with frame(title, paths):
+        ui.on_exception(lambda e: ui.notify(showable(e if isinstance(e, SHOWN) else repr(e)), **NOTICE))
+        ui.add_css(STYLE)
+        ui.colors(primary="#8c5a1f", secondary="#2f6f8f")
+        with ui.header().classes("items-center gap-1 py-2 px-4"), ui.element("nav").classes("flex flex-wrap"):
+            for name, path in paths.items():
+                ui.link(name, path).classes("view").props("aria-current=page" * (name == title))
+        with ui.column().classes("w-full gap-4"):
             try:
                 if iscoroutinefunction(view):
                     await ui.context.client.connected(60)  # the frame is shown first: NiceGUI gives a page 3 s
                 drawn = view(studio)
                 if isawaitable(drawn):
                     await drawn
-            except (ValueError, OSError) as error:
-                ui.label(str(error)).classes("text-negative")
+            except SHOWN as error:
+                ui.label(showable(error)).classes("text-negative")
 
     return page
-
-
-@contextmanager
-def frame(title: str, paths: Mapping[str, str]) -> Iterator[None]:
-    """The header with links to all views; the `with` block draws below it."""
-    ui.add_css(STYLE)
-    ui.colors(primary="#8c5a1f", secondary="#2f6f8f")
-    with ui.header().classes("items-center gap-1 py-2 px-4"), ui.element("nav").classes("flex flex-wrap"):
-        for name, path in paths.items():
-            link = ui.link(name, path).classes("view")
-            if name == title:
-                link.props("aria-current=page")
-    with ui.column().classes("w-full gap-4"):
-        yield
 
 
 def _with_policy(app: ASGIApp) -> ASGIApp:

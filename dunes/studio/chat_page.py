@@ -95,4 +95,3 @@ async def draw(studio: Studio) -> None:
         box.on("keydown.enter.exact.prevent", ask, js_handler="event => event.isComposing || emit()")
         ui.button("Send", on_click=ask)
         ui.button("Stop", on_click=lambda: [task.cancel() for task in tasks]).props("flat")
-    ui.on_exception(lambda error: ui.notify(str(error), type="negative"))

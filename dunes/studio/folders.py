@@ -48,15 +48,18 @@ def _search(path: Path, root: Path, depth: int, entries: list[Entry]) -> None:
         if is_run or is_model:
             times = [file.stat().st_mtime for file in (metrics, path / "dunes.json", path) if file.exists()]
             name = path.relative_to(root) if path != root else path.resolve().name
-            # The page cannot show the bytes of a name that is not UTF-8.
-            shown = os.fsencode(name).decode(errors="replace")
-            entries.append(Entry(shown, path, is_run, is_model, times[0]))
+            entries.append(Entry(showable(name), path, is_run, is_model, times[0]))
             return
         for child in sorted(os.scandir(path), key=lambda child: child.name) if depth else []:
             is_folder = child.is_dir(follow_symlinks=False) and child.name not in SKIPPED
             is_gguf = child.name.endswith(SUFFIX) and child.is_file()
             if (is_folder or is_gguf) and not child.name.startswith("."):
                 _search(Path(child.path), root, depth - 1, entries)
+
+
+def showable(text: object) -> str:
+    """A text without the characters that a page cannot show, such as bytes of a file's name that are not UTF-8."""
+    return str(text).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def describe_count(entries: list[Entry], root: Path) -> str:

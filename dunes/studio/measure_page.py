@@ -22,7 +22,7 @@ async def draw(studio: Studio) -> None:
         spinner.delete()
     for title, picture in pictures:
         ui.label(title).classes("font-medium [overflow-wrap:anywhere]")
-        ui.html(picture, sanitize=False).classes(
-            f"w-full overflow-x-auto text-sm max-lg:[&_td]:before:content-[attr(title)] {NARROW}"
-        )
-    ui.label(f"measure: dunes bench train --size 3m --out {studio.root}/bench/train.jsonl").classes("dim")
+        shown = f"w-full overflow-x-auto text-sm max-lg:[&_td]:before:content-[attr(title)] {NARROW}"
+        ui.html(picture, sanitize=False).classes(shown)
+    hint = f"measure: dunes bench train --size 3m --out {studio.root}/bench/train.jsonl"
+    ui.label(hint).classes("dim [overflow-wrap:anywhere]")

@@ -25,7 +25,6 @@ ROW = """<div class="col row no-wrap items-baseline gap-3" style="font-variant-n
 
 async def draw(studio: Studio) -> None:
     """Draw the models that the address names: /model?model=NAME&with=NAME."""
-    ui.on_exception(lambda error: ui.notify(str(error), type="negative", timeout=0, close_button="Close"))
     paths = {entry.name: entry.path for entry in studio.entries() if entry.is_model}
     asked = {key: ui.context.client.request.query_params.get(key, "") for key in ("model", "with")}
     paths |= {name: Path(name) for name in asked.values() if name and name not in paths}

@@ -18,7 +18,7 @@ from dunes.runs.config import RECORDED
 from dunes.runs.picture import centered_mean, is_drawable
 from dunes.runs.saving import METRICS, is_metric, signal_run
 from dunes.runs.trackers import read_samples
-from dunes.studio.folders import Entry
+from dunes.studio.folders import Entry, showable
 
 FIELDS = ("step", "count", "seconds", "loss", "lr_scale", "memory", "validation_loss")
 """Numbers that are read from the records of metrics.jsonl."""
@@ -41,7 +41,7 @@ class Metrics:
 
         A file that was truncated or replaced, as by a resumed run, is read again.
         """
-        if not os.access(self.path, os.R_OK):
+        if not (os.access(self.path, os.R_OK) and self.path.is_file()):
             return self
         with self.path.open("rb") as file:
             status = os.fstat(file.fileno())
@@ -52,7 +52,7 @@ class Metrics:
             lines, newline, _ = file.read().rpartition(b"\n")
         records = [parse_line(line) or {} for line in lines.split(b"\n") if line.strip()]
         rows = [[record.get(name, nan) for name in FIELDS] for record in records if is_metric(record)]
-        rows = [row for row in rows if all(isinstance(value, int | float) for value in row)]
+        rows = [row for row in rows if all(type(v) is float or (type(v) is int and is_drawable(v)) for v in row)]
         self._rows = np.concatenate([self._rows, np.array(rows, float).reshape(-1, len(FIELDS))])
         self._offset, self.damaged = self._offset + len(lines + newline), self.damaged + len(records) - len(rows)
         return self
@@ -63,8 +63,9 @@ class Metrics:
         With `smooth`, the values are moving means over 21 steps, or over 1 % of the steps if those are more.
         """
         values: Any = dict(zip(FIELDS, self._rows.T, strict=True))
+        seconds = np.where(values["seconds"] > 0, values["seconds"], nan)
         values |= {"tokens": np.nancumsum(values["count"]), "minutes": np.nancumsum(values["seconds"]) / 60}
-        values |= {"tokens/s": values["count"] / values["seconds"], "memory, GB": values["memory"] / 1e9}
+        values |= {"tokens/s": values["count"] / seconds, "memory, GB": values["memory"] / 1e9}
         drawable = is_drawable(values[name])
         x, y = values[axis][drawable], values[name][drawable]
         return thin(x, np.array(centered_mean(y.tolist(), max(10, len(y) // 200))) if smooth else y)
@@ -86,26 +87,26 @@ def describe(entry: Entry) -> str:
     config, card = read_object(folder / "state" / "plan.json"), read_object(folder / CARD)
     last = {name: y for name in ("step", "loss", "validation_loss") for _, y in metrics.points(name)}
     facts = [f"{name.replace('_', ' ')} {round(value, 3):,.9g}" for name, value in last.items()]
-    state, verb = "unfinished", "train" if "sources" in config else "finetune"
+    state, done = "unfinished", card.get("finetuned", card.get("trained"))
     if signal_run(folder):
         state = "training" if last else "preparing"
-    elif card and last.get("step") == card.get("finetuned", card.get("trained", {})).get("steps"):
+    elif isinstance(done, dict) and last.get("step") == done.get("steps"):
         state = "ended"  # its model was saved after its last step
+    verb, changed = "train" if "sources" in config else "finetune", localtime(entry.modified)
     command = f"; continue with: dunes {verb} --out {shlex.quote(str(folder))} --resume"
-    changed = strftime("%Y-%m-%d %H:%M", localtime(entry.modified))
-    return ", ".join([state, *facts, changed]) + command * (state == "unfinished")
+    return ", ".join([state, *facts, strftime("%Y-%m-%d %H:%M", changed)]) + command * (state == "unfinished")
 
 
 def read_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty if the file is damaged, or cannot be read."""
-    return (parse_line(path.read_bytes()) if os.access(path, os.R_OK) else None) or {}
+    return (parse_line(path.read_bytes()) if os.access(path, os.R_OK) and path.is_file() else None) or {}
 
 
 def config_differences(folders: dict[str, Path]) -> list[dict[str, str]]:
     """Rows of a table: an option that differs between runs, and its value in each run by the run's name."""
     configs = {run: read_object(folder / "state" / "plan.json") for run, folder in folders.items()}
     names = dict.fromkeys(name for config in configs.values() for name in config if name not in RECORDED)
-    rows = {name: {run: str(config.get(name)) for run, config in configs.items()} for name in names}
+    rows = {name: {run: showable(config.get(name)) for run, config in configs.items()} for name in names}
     return [{"option": name} | row for name, row in rows.items() if len({*row.values()}) > 1]
 
 

@@ -8,7 +8,7 @@ from nicegui import ui
 
 from dunes.runs.saving import signal_run
 from dunes.studio.app import Studio
-from dunes.studio.folders import Entry, describe_count
+from dunes.studio.folders import Entry, describe_count, showable
 from dunes.studio.runs import Metrics, config_differences, describe, samples_at
 
 CHARTS = {"loss": "h-96 md:col-span-3", "lr_scale": "h-64", "tokens/s": "h-64", "memory, GB": "h-64"}
@@ -57,16 +57,17 @@ def draw(studio: Studio) -> None:
 
     async def list_runs() -> None:
         found = await asyncio.to_thread(studio.entries)
-        entries.update({entry.name: entry for entry in found if entry.is_run})
-        texts = await asyncio.to_thread(lambda: [describe(entry).split(";")[0] for entry in entries.values()])
-        options = {name: f"{name}: {text}" for name, text in zip(entries, texts, strict=True)}
-        select.set_options(options, value=select.value or [*options][:1])
+        runs = {entry.name: entry for entry in found if entry.is_run}
+        texts = await asyncio.to_thread(lambda: {n: f"{n}: {describe(e).split(';')[0]}" for n, e in runs.items()})
+        entries.update(runs)
+        select.set_options(texts, value=[name for name in select.value if name in runs] or [*runs][:1])
         select.props["label"] = describe_count(found, studio.root)
 
     async def follow() -> None:
-        folders = {name: entries[name].path for name in select.value}
+        chosen = [entries[name] for name in select.value]
+        folders = {entry.name: entry.path for entry in chosen}
         live = [name for name, folder in folders.items() if signal_run(folder)]
-        state = [axis.value, slider.value, [*folders], live]
+        state = [axis.value, slider.value, chosen, live]
         if state == shown and not live:
             return
         shown[:] = state
@@ -74,9 +75,9 @@ def draw(studio: Studio) -> None:
         await asyncio.to_thread(lambda: [run.update() for run in runs.values()])
         for name, element in charts.items():
             element.options.update(await asyncio.to_thread(chart, name, axis.value, runs))
-        notes = [describe(entries[name]).partition("; ")[2] for name in folders]
+        notes = [describe(entry).partition("; ")[2] for entry in chosen]
         notes += [f"{run.path}: damaged lines skipped: {run.damaged}" for run in runs.values() if run.damaged]
-        note.text = "\n".join(filter(None, notes))
+        note.text = showable("\n".join(filter(None, notes)))
         count, sample.text = samples_at(folders, slider.value)
         if slider.props["max"] != max(0, count - 1):  # the newest sample is shown first
             slider.props["max"] = slider.value = max(0, count - 1)

@@ -45,5 +45,5 @@ async def draw(studio: Studio) -> None:
     file.on("keydown.enter", lambda: open_chosen(file))
     editor = GhostEditor()
     editor.on("source", lambda event: editor.run_method("reveal", event.args, texts.get(event.args[0], "")))
-    ui.on_exception(lambda error: status.set_text(" ".join(str(error).split())))
+    ui.on_exception(lambda: status.set_text(""))
     ui.timer(0, lambda: open_chosen(model, file), once=True)
