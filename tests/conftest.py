@@ -88,7 +88,7 @@ SLOW = re.compile(
     re.VERBOSE,
 )
 """Slow tests, beside those with the mark: 2 to 6 s each, and a faster one beside them is of the same class."""
-FIRST = re.compile(r"test_(real_\w+|editors|recipes|cli|train_from)\.py")
+FIRST = re.compile(r"test_(real_\w+|editors|studio\w*|notebooks|recipes|cli|train_from)\.py")
 """Files whose slow tests begin, so that they are not among those for which time is lacking."""
 
 
