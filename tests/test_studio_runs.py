@@ -8,7 +8,7 @@ import pytest
 from dunes.measure import ranks
 from dunes.runs.saving import run_lock, signal_run
 from dunes.studio.folders import find_entries
-from dunes.studio.runs import Metrics, config_differences, describe, thin
+from dunes.studio.runs import MetricsFile, config_differences, describe, thin
 from studio import needs_browser, opened, studio
 from test_runs import TRAIN, start
 
@@ -18,7 +18,7 @@ def line(step, loss="2.0", more=""):
 
 
 def test_metrics_are_read_while_they_are_written(tmp_path):
-    path, metrics = tmp_path / "metrics.jsonl", Metrics(tmp_path)
+    path, metrics = tmp_path / "metrics.jsonl", MetricsFile(tmp_path)
     assert metrics.update().points("loss") == []
     path.write_text(line(1) + "{damaged\n" + line(1, '"2"') + line(2)[:20])
     assert (metrics.update().points("loss"), metrics.damaged) == ([(1, 2)], 2)

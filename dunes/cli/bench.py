@@ -53,8 +53,8 @@ def _benchmark_command(name: str, about: str) -> Callable[..., int]:
         as_json: Json = False,
     ) -> int:
         """"""
-        if not by_module and picture:
-            raise ValueError("--picture needs --by-module; plot measurements with dunes bench plot FILE")
+        if picture and not (by_module and picture.suffix == ".svg"):
+            raise ValueError(f"--picture {picture}: expected a name like time.svg, and --by-module")
         if by_module and (rounds is not None or out):
             raise ValueError("--by-module profiles a single run; omit --rounds and --out")
         if by_module:
@@ -96,9 +96,7 @@ def _race(name: str, request: Any, rounds: int, out: Path | None, as_json: bool)
 
     def print_text() -> None:
         print_table(*table.summary_table(results))
-        print(
-            f"all measurements: {file}   compare: dunes bench compare {file} OTHER   plot: dunes bench plot {file}"
-        )
+        print(f"measurements: {file}   compare: dunes bench compare {file} OTHER   plot: dunes bench plot {file}")
 
     _print(print_text, {"file": str(file), "results": results}, as_json)
     return status
@@ -120,7 +118,7 @@ def _by_module(name: str, request: Any, picture: Path | None, as_json: bool) -> 
     report, overhead = profile_work(work)
     record = {"benchmark": name, "subject": cases[0].subject.name, **report.record(), "overhead": overhead}
     if picture:
-        write_file(picture.with_suffix(".svg"), flame(record).encode())
+        write_file(picture, flame(record).encode())
     _print(lambda: table.print_times(report, overhead), record, as_json)
     return 0
 
@@ -165,8 +163,8 @@ def plot(
     from dunes.bench import plot as plots
     from dunes.bench import rows
 
-    if not paths:
-        raise ValueError("nothing to plot; pass files of measurements")
+    if not paths or any(path.is_dir() for path in paths):
+        raise ValueError("expected files of measurements; for folders of training runs: dunes studio FOLDER")
     laps = [row for p in paths for row in rows.read_rows(p)]
     by_benchmark = {row["benchmark"]: [r for r in laps if r["benchmark"] == row["benchmark"]] for row in laps}
     plotted = [path for rows_of_one in by_benchmark.values() for path in plots.draw_all(rows_of_one, out)]
@@ -196,6 +194,8 @@ def memory(
         check: Also run the step, and report the memory allocated by the step and by the process.
         picture: Output file for a plot of the memory over the step, .svg (of the first setting).
     """
+    if picture and picture.suffix != ".svg":
+        raise ValueError(f"--picture {picture}: expected a name like memory.svg")
     from dunes.bench import runner, table
     from dunes.bench import step_memory as estimator
 
@@ -211,7 +211,7 @@ def memory(
         table.print_estimates(estimates, measurements)
 
     if picture:
-        write_file(picture.with_suffix(".svg"), measure.memory_curves(estimates[0].log.over_time()).encode())
+        write_file(picture, measure.memory_curves(estimates[0].log.over_time()).encode())
     results = [e.record(m) for e, m in zip(estimates, measurements, strict=True)]
     _print(print_text, {"benchmark": "memory", "results": results}, as_json)
     return 0

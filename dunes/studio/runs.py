@@ -26,7 +26,7 @@ POINTS, TAIL = 1000, 1 << 14
 """A thinned series has about POINTS points; the list of runs reads the last TAIL bytes of a metrics.jsonl."""
 
 
-class Metrics:
+class MetricsFile:
     """The metrics of a run; `update` reads what was added. `damaged` is the number of lines that were skipped.
 
     With `tail`, only the last TAIL bytes of the file are read at first.
@@ -83,7 +83,7 @@ def thin(x: Any, y: Any, points: int = POINTS) -> list[tuple[float, float]]:
 def describe(entry: Entry) -> str:
     """The state, last change, last step and last losses of a run; after a semicolon, the command that continues an
     unfinished run."""
-    folder, metrics = entry.path, Metrics(entry.path, tail=True).update()
+    folder, metrics = entry.path, MetricsFile(entry.path, tail=True).update()
     config, card = read_object(folder / "state" / "plan.json"), read_object(folder / CARD)
     last = {name: y for name in ("step", "loss", "validation_loss") for _, y in metrics.points(name)}
     facts = [f"{name.replace('_', ' ')} {round(value, 3):,.9g}" for name, value in last.items()]

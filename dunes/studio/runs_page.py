@@ -9,7 +9,7 @@ from nicegui import ui
 from dunes.runs.saving import signal_run
 from dunes.studio.app import Studio
 from dunes.studio.folders import Entry, describe_count, showable
-from dunes.studio.runs import Metrics, config_differences, describe, samples_at
+from dunes.studio.runs import MetricsFile, config_differences, describe, samples_at
 
 CHARTS = {"loss": "h-96 md:col-span-3", "lr_scale": "h-64", "tokens/s": "h-64", "memory, GB": "h-64"}
 """Series with a chart, and the CSS classes of the chart."""
@@ -17,7 +17,7 @@ COLOURS = ("#b0712a", "#2f6f8f", "#3f9a6b", "#b5608f", "#7a70c8", "#8a8a3a")
 CONFIRM = "() => confirm('Stop the selected runs? Each one saves, and can be continued.') && emit()"
 
 
-def chart(name: str, axis: str, runs: dict[str, Metrics]) -> dict[str, Any]:
+def chart(name: str, axis: str, runs: dict[str, MetricsFile]) -> dict[str, Any]:
     """ECharts options of a chart of one series of several runs; the training loss is also smoothed."""
     series = list[dict[str, Any]]()
     for number, (run, metrics) in enumerate(runs.items()):
@@ -42,7 +42,7 @@ def chart(name: str, axis: str, runs: dict[str, Metrics]) -> dict[str, Any]:
 
 def draw(studio: Studio) -> None:
     """Draw the view. One timer lists the runs, and one shows what is new in the selected runs."""
-    entries, metrics, shown = dict[str, Entry](), dict[str, Metrics](), list[Any]()
+    entries, metrics, shown = dict[str, Entry](), dict[str, MetricsFile](), list[Any]()
     select = ui.select({}, label="runs", multiple=True, with_input=True).props("use-chips").classes("w-full")
     with ui.row().classes("items-center"):
         axis = ui.toggle(["step", "tokens", "minutes"], value="step").props("dense no-caps")
@@ -71,7 +71,7 @@ def draw(studio: Studio) -> None:
         if state == shown and not live:
             return
         shown[:] = state
-        runs = {name: metrics.setdefault(name, Metrics(folder)) for name, folder in folders.items()}
+        runs = {name: metrics.setdefault(name, MetricsFile(folder)) for name, folder in folders.items()}
         await asyncio.to_thread(lambda: [run.update() for run in runs.values()])
         for name, element in charts.items():
             element.options.update(await asyncio.to_thread(chart, name, axis.value, runs))
