@@ -1,7 +1,7 @@
 """Candidates for the default recipe of `dunes train` that the package lacks; benchmarks/minutes.py tries them.
 
-Functions of a shape build a model (`--parts benchmarks/candidates.py:bigram`), all others patch the package before
-the command starts (`--patch cautious`). What loses stays here, so that its row in docs/log can be repeated.
+Functions of a shape build a model (`--parts candidates:bigram`), all others patch the package before the command
+starts (`--patch cautious`). What loses stays here, so that its row in docs/log can be repeated.
 """
 
 # Shapes: B batch, T tokens, K key/value heads, D head dim.
@@ -247,7 +247,7 @@ def _average(share: float, rate: float) -> Callable[[], None]:
 
         def averaging_update(self: Any, scale: float = 1.0) -> None:
             update(self, scale)
-            records = self.lr_scale.__self__.records
+            records = getattr(getattr(self.lr_scale, "__self__", None), "records", None)
             end, number = records[-1].end if records else math.inf, self.number + 1
             if number < end * (1 - share):
                 return

@@ -1,7 +1,7 @@
 """A scoreboard of training recipes: bits/byte of held-out files after the same minutes, or the same steps.
 
     python benchmarks/minutes.py OUT --texts python=stdlib zig=~/zls/src --variants "wd0.3=--weight-decay 0.3" \
-        "bigram=--parts benchmarks/candidates.py:bigram" "sqrt=--patch sqrt_decay"
+        "bigram=--parts candidates:bigram" "sqrt=--patch sqrt_decay"
 
 Each run is a `dunes train` of its own with one thread, and its minutes are processor time, so that two may run
 side by side and other work on the machine does not change the comparison. With --steps, all runs take the same
