@@ -84,7 +84,7 @@ def test_a_size_that_is_given_stays_and_one_for_steps_suits_their_tokens():
 def test_a_plan_that_leaves_nothing_open_is_not_measured(monkeypatch):
     whole = TrainConfig(sources=(), size="1m", batch=1, context_length=2, dtype="float32", threads=1)
     monkeypatch.setattr(autosize, "measure_machine", lambda config: pytest.fail("measured"))
-    assert autosize_run(whole, STDLIB)[0].batch == 1
+    assert autosize_run(whole, STDLIB, lambda: pytest.fail("read"))[0].batch == 1
     refuses("--threads is 40000; this machine has", autosize.with_hardware, TrainConfig(threads=40_000))
     refuses(r"--weight-decay is -1", TrainConfig, weight_decay=-1.0)
 

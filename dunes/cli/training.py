@@ -33,6 +33,7 @@ def train(
     *,
     out: RunFolder = None,
     no_complete: bool = False,
+    plan: Annotated[Path | None, flag("FILE", "none")] = None,
     quiet: Quiet = False,
 ) -> int:
     """Train a model on files and folders, from scratch or from a model.
@@ -46,6 +47,7 @@ def train(
     Args:
         out: Output folder for the model, its metrics and its training state.
         no_complete: Treat source code like plain text: train left to right only, without line completion.
+        plan: Estimate the loss of runs of 1 to 480 minutes, draw its curve as this file, .png, and exit.
     """
     if no_complete and completion.complete:
         raise ValueError("--complete and --no-complete exclude each other; set one of them")
@@ -55,7 +57,7 @@ def train(
     )
     from dunes.runs.train import train as work
 
-    return _run(work, config, out, quiet, run)
+    return _run(work, config, out, quiet, replace(run, plan=plan, dry_run=run.dry_run or plan is not None))
 
 
 def finetune(

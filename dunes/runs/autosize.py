@@ -8,7 +8,7 @@ less (https://arxiv.org/abs/2305.16264).
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -140,31 +140,35 @@ def measure_machine(config: TrainConfig) -> Machine:
     return Machine(config.threads, config.dtype, matmul.value, read.value, planned, guessed)
 
 
-def with_machine(config: TrainConfig, context_length: int) -> tuple[TrainConfig, Machine]:
+def with_machine(config: TrainConfig, context_length: int = 0) -> tuple[TrainConfig, Machine]:
     """Measure this machine; returns the config with threads, dtype and matmul rate, and the machine.
 
-    Sets an unset context length to `context_length`, and an unset batch size to its default.
+    Sets an unset context length to `context_length` (0: to its default), and an unset batch size to its default.
     """
     config = with_hardware(config)
     machine = measure_machine(config)
     measured = replace(config, dtype=machine.dtype, threads=machine.threads, matmul=machine.matmul)
     batch = config.batch or (COMPLETION_BATCH if config.complete else BATCH)
     batch += 0 if config.batch else -batch % ranks.count()
-    context_length = config.context_length or context_length
+    default = COMPLETION_CONTEXT if config.complete else CONTEXT
+    context_length = config.context_length or context_length or default
     return replace(measured, batch=batch, context_length=context_length), machine
 
 
-def autosize_run(config: TrainConfig, size: int) -> tuple[TrainConfig, list[str]]:
+def autosize_run(
+    config: TrainConfig, size: int, factor: Callable[[], float] = lambda: 1.0
+) -> tuple[TrainConfig, list[str]]:
     """Choose all unset options for `size` bytes of training text; returns the config and lines with the reasons.
 
-    If all options are set, the machine is not measured.
+    `factor` returns the text's factor of the estimated loss (`text_entropy.text_factor`). If all options are set,
+    the machine is not measured, and `factor` is not called.
     """
     complete = config.dtype and config.threads and config.size and config.batch and config.context_length
     regularized = not config.complete or None not in (config.dropout, config.weight_decay)
     if complete and regularized:
         return with_hardware(config), []
-    config, machine = with_machine(config, COMPLETION_CONTEXT if config.complete else CONTEXT)
-    full, expected = choose_size(config, size, machine.plan)
+    config, machine = with_machine(config)
+    full, expected = choose_size(config, size, machine.plan, factor())
     repeated = full.complete and expected.epochs > FEW_EPOCHS
     if full.dropout is None:
         full = replace(full, dropout=DROPOUT if repeated else 0.0)
@@ -189,11 +193,13 @@ class Estimate:
     bits: float
 
 
-def choose_size(config: TrainConfig, size: int, machine: Machine) -> tuple[TrainConfig, Estimate]:
+def choose_size(
+    config: TrainConfig, size: int, machine: Machine, factor: float = 1.0
+) -> tuple[TrainConfig, Estimate]:
     """Choose the model size with the lowest estimated validation loss; returns the config and its estimate.
 
     If the size is configured, it is kept. With --steps, the choice depends on the number of training tokens, but
-    not on the machine's speed.
+    not on the machine's speed. The estimated loss is multiplied by `factor`.
     """
     unique = unique_tokens(config, size)
     sizes = [s for s in SIZES if s <= max(SIZES[0], MAX_PARAMETERS_PER_TOKEN * unique)]
@@ -203,7 +209,7 @@ def choose_size(config: TrainConfig, size: int, machine: Machine) -> tuple[Train
     candidates = [config] if config.size else [replace(config, size=str(s)) for s in sizes]
     estimates = [(estimate(each, size, machine), each) for each in candidates]
     best, sized = min(estimates, key=lambda pair: pair[0].bits)
-    return sized, best
+    return sized, replace(best, bits=factor * best.bits)
 
 
 def estimate(config: TrainConfig, size: int, machine: Machine) -> Estimate:

@@ -82,6 +82,8 @@ class RunOptions:  # `asked`: the config fields that the user set; resuming comp
     shard: Annotated[Literal["all", "node"], flag("all|node")] = "all"
     """Under torchrun: shard weights over all processes, or within each machine (less traffic, more memory)."""
     asked: Annotated[Collection[str] | None, tyro.conf.Suppress] = None
+    plan: Annotated[Path | None, tyro.conf.Suppress] = None
+    """The picture of `dunes train --plan`; None for any other run."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
-"""Plots of a run's losses, of its experts' loads, and of a model before and after a change."""
+"""Plots of a run's losses, of its experts' loads, of a model before and after a change, and of estimates."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
@@ -73,6 +73,24 @@ def comparison_picture(comparison: Comparison, path: Path) -> None:
         axes.invert_yaxis()
         axes.set(xlabel=f"after, relative to before{loss}", xlim=(0, 1.5 * max(1.0, *ratios.values())))
         axes.spines[["top", "right"]].set_visible(False)
+
+
+def plan_picture(bounds: Mapping[float, tuple[float, float, float]], minutes: float, path: Path) -> None:
+    """Plot estimated bits/byte over minutes of training (logarithmic) as a PNG, with a star at `minutes`.
+
+    `bounds` has the lower bound, the estimate and the upper bound, by minutes.
+    """
+    low, bits, high = zip(*bounds.values(), strict=True)
+    with _figure(path, 8, 4.5) as figure:
+        axes = figure.add_subplot()
+        axes.fill_between([*bounds], low, high, color=VALIDATION, alpha=0.2, label="95 % of texts")
+        axes.plot([*bounds], bits, "o-", color=VALIDATION, markersize=3, label="estimated validation loss")
+        axes.plot(minutes, bounds[minutes][1], "*", color=TRAINING, markersize=12, label=f"{minutes:g} minutes")
+        axes.set(xlabel="minutes of training", ylabel="bits/byte", xscale="log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.legend(loc="outside upper center", ncols=3, frameon=False)
 
 
 @contextmanager

@@ -43,16 +43,18 @@ from dunes.measure import ranks
 from dunes.models.initialise import initialise
 from dunes.ops.float32_products import repeat_choice
 from dunes.parts import Block, Decoder
-from dunes.progress import Display, phase, shown_by
+from dunes.progress import Display, phase, print_table, shown_by
 from dunes.runs import autosize
 from dunes.runs.augment import described_family, records, resolve_new, save_changed, size_of
 from dunes.runs.config import RunOptions
 from dunes.runs.corpus import NO_LINES, Tokens, choose_completion, gather, tokenize, with_test_files
 from dunes.runs.memory import PROCESS, describe_memory
+from dunes.runs.picture import plan_picture
 from dunes.runs.report import report_step
 from dunes.runs.run import Start, card_facts, execute_run, new_run, out_of_memory
 from dunes.runs.saving import append_metrics, read_config, run_lock, start_run, write_config
 from dunes.runs.task import SAMPLE_SHARE, Run, TaskFacts, selects, set_trainable, trainable_state
+from dunes.runs.text_entropy import SPREAD, text_factor
 from dunes.runs.train_config import MIXTURES, NONE, TrainConfig
 from dunes.text import Tokenizer
 from dunes.text.chat_template import template_from_files
@@ -64,6 +66,9 @@ from dunes.units import format_count, format_seconds
 
 TYPICAL_RATE = 10_000
 """Assumed tokens/s of a run with fixed steps, so that its estimated duration does not depend on the machine."""
+
+MINUTES = (1, 3, 5, 15, 30, 60, 120, 240, 480)
+"""Lengths of the runs that --plan estimates, in addition to --minutes."""
 
 SCORED = 4_000
 """Number of characters on which a base is scored before a run."""
@@ -86,6 +91,8 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
     """
     start = Start(folder, display, RunOptions(**options))
     named_optimizer(config.optimizer)  # raises if the name is unknown
+    if start.options.plan:
+        _check_plan(config, start.options.resume, start.options.plan)
     return execute_run(config, start, partial(plan_training, parts=config.parts))
 
 
@@ -105,6 +112,9 @@ def plan_training(config: TrainConfig, start: Start, parts: Sequence[str]) -> Ca
     config, corpus, reasons, base, place = text
     for line in (corpus.report(), *corpus.notes, *reasons):
         display.detail(line)
+    if start.options.plan:
+        _report_plan(config, corpus, display, start.options.plan)
+        return None
     if base and not config.trains:
         Reference(config, start, base, place, corpus.packages).run(corpus)
         return None
@@ -177,6 +187,34 @@ def _report(config: TrainConfig, trainer: Trainer, base: LoadedModel, display: D
     report_step(config, trainer, (ids[:, :-1], ids[:, 1:]), display, fit)
 
 
+def _check_plan(config: TrainConfig, resume: bool, picture: Path) -> None:
+    """Raise ValueError if the estimates of --plan do not apply to the run, or no picture can have this path."""
+    if config.base or config.steps or resume or not config.sources:
+        raise ValueError("--plan estimates new models of SOURCE by --minutes; omit --from, --steps and --resume")
+    if picture.suffix != ".png" or not picture.parent.is_dir():
+        raise ValueError(f"--plan {picture}: expected a name like plan.png, in an existing folder")
+
+
+def _report_plan(config: TrainConfig, corpus: Corpus, display: Display, picture: Path) -> None:
+    """Print and draw estimates for runs of MINUTES and of the config's minutes, each with its best model size."""
+    config, machine = autosize.with_machine(config)
+    display.line(autosize.describe_machine(machine))
+    size, factor = sum(d.size for d in corpus.train), text_factor(corpus)
+    lines, bounds, repeated = list[list[str]](), dict[float, tuple[float, float, float]](), list[float]()
+    for minutes in sorted({*MINUTES, config.minutes}):
+        _, e = autosize.choose_size(replace(config, minutes=minutes), size, machine.plan, factor)
+        bounds[minutes] = (1 - SPREAD) * e.bits, e.bits, (1 + SPREAD) * e.bits
+        label = f"{minutes:g}" + " (--minutes)" * (minutes == config.minutes)
+        counts = format_count(e.parameters), format_count(e.tokens), f"{e.epochs:.1f}"
+        lines.append([label, *counts, *(f"{bits:.2f}" for bits in bounds[minutes])])
+        repeated += [minutes] * (e.epochs > autosize.FEW_EPOCHS)
+    if ranks.is_first():
+        print_table("", ["minutes", "parameters", "tokens", "epochs", "at least", "bits/byte", "at most"], lines)
+        plan_picture(bounds, config.minutes, picture)
+    if repeated:
+        display.line(f"from {repeated[0]:g} minutes on, the text is read more than {autosize.FEW_EPOCHS:g} times")
+
+
 def _choose_options(config: TrainConfig, corpus: Corpus, base: LoadedModel | None, start: Start) -> TrainConfig:
     """The config with all unset options chosen, unless the run is resumed; also displays the reasons."""
     if start.options.resume:
@@ -185,7 +223,7 @@ def _choose_options(config: TrainConfig, corpus: Corpus, base: LoadedModel | Non
     if base is not None:
         chosen, reasons = _choose_with_base(config, base, size)
     else:
-        chosen, reasons = autosize.autosize_run(config, size)
+        chosen, reasons = autosize.autosize_run(config, size, partial(text_factor, corpus))
     for line in reasons:
         display.detail(line)
     if base is None and config.size and (warning := autosize.size_warning(chosen)):

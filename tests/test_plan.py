@@ -1,0 +1,78 @@
+"""The entropy of a text, and the estimates of --plan, which scale with it."""
+
+import math
+import random
+import re
+from collections import Counter
+
+import pytest
+
+from conftest import raising, refuses_command
+from dunes.data import collect_corpus
+from dunes.data.sources import without_files
+from dunes.runs import autosize, text_entropy
+
+DRAW = random.Random(0)
+TRAIN, VALID = bytes(DRAW.choices(b"aab\nc", k=400)), bytes(DRAW.choices(b"aabc\0\xff", k=60))
+
+
+def counted_bits(train, valid):
+    """Bits/byte with probabilities that are counted one by one."""
+    counts, bits = Counter(train[i - k : i + 1] for k in range(7) for i in range(k, len(train))), 0.0
+    for i, byte in enumerate(valid):
+        p = 1 / 256
+        for k in range(min(i, 6) + 1):
+            after = [counts[valid[i - k : i] + bytes([b])] for b in range(256)]
+            if total := sum(after):
+                distinct = sum(map(bool, after))
+                p = (after[byte] + distinct * p) / (total + distinct)
+        bits -= math.log2(p) / len(valid)
+    return bits
+
+
+@pytest.mark.parametrize(("train", "valid"), [(TRAIN, VALID), (TRAIN[:3], VALID), (b"", VALID), (TRAIN, b"a")])
+def test_bits_per_byte_are_those_of_a_loop(train, valid):
+    assert text_entropy.ngram_bits(train, valid) == pytest.approx(counted_bits(train, valid), abs=1e-12)
+
+
+@pytest.mark.parametrize("context", [TRAIN[100:106], VALID[:6], b"unseen"])
+def test_the_probabilities_of_all_bytes_after_a_context_sum_to_one(context):
+    texts = b"".join(context + bytes([byte]) for byte in range(256))
+    assert text_entropy.ngram_probabilities(TRAIN, texts)[6::7].sum() == pytest.approx(1.0, abs=1e-12)
+
+
+def test_the_text_is_that_of_either_split_and_a_sample_is_spread_over_it(tmp_path, monkeypatch):
+    (large := tmp_path / "large.txt").write_text("".join(f"{i:07}\n" for i in range(160_000)))
+    (rows := tmp_path / "rows.jsonl").write_text("".join(f'{{"text": "{i:06}ä"}}\n' for i in range(2_000)))
+    corpus, seen, text = collect_corpus([large, rows]), [], lambda d: "".join(d.text()).encode()
+    monkeypatch.setattr(text_entropy, "ngram_bits", lambda *texts: seen.append(texts) or 3.0)
+    text_entropy.text_factor(corpus)
+    assert seen[0] == tuple(b"".join(map(text, side)) for side in (corpus.train, corpus.valid))
+    text_entropy.text_factor(without_files(corpus))
+    assert [len(side) for side in seen[1]] == pytest.approx([0.9 * corpus.size, 0.1 * corpus.size], abs=2)
+    assert seen[1][1].startswith(b"0144000\n0144001\n")
+    monkeypatch.setattr(text_entropy, "COUNTED", 100_000)
+    text_entropy.text_factor(corpus)
+    places = [int(number) for number in re.findall(rb"\n(\d{7})\n", seen[2][0])]
+    assert 95_000 < len(seen[2][0]) <= 100_000
+    assert min(places) < 16_000 < 144_000 < max(places)
+
+
+def test_a_plan_is_a_table_and_a_picture_of_what_dry_runs_estimate(code, tmp_path, monkeypatch, command):
+    monkeypatch.setattr(autosize, "measure_machine", lambda _: autosize.Machine(1, "float32", 1e11, 1e10))
+    options = ("train", code, "--threads", 1, "--dtype", "float32", "--minutes", 2)
+    status, table, _ = command(*options, "--plan", tmp_path / "plan.png", "--out", tmp_path / "run")
+    rows = re.findall(r"^(\d+)(?: (\(--minutes\)))? .* (\S+)  (\S+)  (\S+)$", table, re.M)
+    assert (status, [int(row[0]) for row in rows]) == (0, [1, 2, 3, 5, 15, 30, 60, 120, 240, 480])
+    assert [row[0] for row in rows if row[1]] == ["2"]
+    assert all(low < bits < high for _, _, low, bits, high in rows)
+    assert re.search(r"^from \d+ minutes on, the text is read more than 3 times$", table, re.M)
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "run").exists()
+    assert f"estimated: {rows[1][3]} bits/byte" in command(*options, "--dry-run")[1]
+
+
+@pytest.mark.parametrize("options", ["p.png --from m", "p.png --steps 3", "p.png --resume", "p.svg", "no/p.png"])
+def test_what_no_estimate_applies_to_is_refused_before_text_is_read(options, command, monkeypatch):
+    monkeypatch.setattr("dunes.runs.train.gather", raising(AssertionError))
+    refuses_command("--plan", command("train", ".", "--plan", *options.split()))
