@@ -84,7 +84,11 @@ def test_a_size_that_is_given_stays_and_one_for_steps_suits_their_tokens():
 def test_a_plan_that_leaves_nothing_open_is_not_measured(monkeypatch):
     whole = TrainConfig(sources=(), size="1m", batch=1, context_length=2, dtype="float32", threads=1)
     monkeypatch.setattr(autosize, "measure_machine", lambda config: pytest.fail("measured"))
-    assert autosize_run(whole, STDLIB, lambda: pytest.fail("read"))[0].batch == 1
+    read = lambda: pytest.fail("read")
+    assert autosize_run(replace(whole, dropout=0.1, weight_decay=0.1), STDLIB, read)[0].batch == 1
+    for steps, chosen in ((10, (0.0, None)), (10**8, (autosize.DROPOUT, autosize.WEIGHT_DECAY))):
+        config = autosize_run(replace(whole, steps=steps), STDLIB, read)[0]  # text is repeated often, or not
+        assert (config.dropout, config.weight_decay) == chosen
     refuses("--threads is 40000; this machine has", autosize.with_hardware, TrainConfig(threads=40_000))
     refuses(r"--weight-decay is -1", TrainConfig, weight_decay=-1.0)
 

@@ -84,7 +84,7 @@ CONTEXT = 256
 COMPLETION_CONTEXT, COMPLETION_BATCH = 512, 8  # in the same time, a longer context gives better completion
 DROPOUT, WEIGHT_DECAY = 0.2, 0.15  # repeated text needs more weight decay: https://arxiv.org/abs/2509.14786
 FEW_EPOCHS = 3.0
-"""Number of epochs above which a completion model gets DROPOUT and WEIGHT_DECAY."""
+"""Number of epochs above which a new model gets DROPOUT and WEIGHT_DECAY."""
 
 
 @dataclass(frozen=True)
@@ -164,18 +164,26 @@ def autosize_run(
     the machine is not measured, and `factor` is not called.
     """
     complete = config.dtype and config.threads and config.size and config.batch and config.context_length
-    regularized = not config.complete or None not in (config.dropout, config.weight_decay)
-    if complete and regularized:
+    if complete and None not in (config.dropout, config.weight_decay):
         return with_hardware(config), []
+    if complete and config.steps:  # the number of epochs does not depend on the machine
+        tokens = config.steps * config.batch * config.context_length
+        return with_hardware(_regularized(config, tokens / unique_tokens(config, size))), []
     config, machine = with_machine(config)
     full, expected = choose_size(config, size, machine.plan, factor())
-    repeated = full.complete and expected.epochs > FEW_EPOCHS
-    if full.dropout is None:
-        full = replace(full, dropout=DROPOUT if repeated else 0.0)
-    if full.weight_decay is None and repeated:
-        full = replace(full, weight_decay=WEIGHT_DECAY)
+    full = _regularized(full, expected.epochs)
     full = replace(full, rate=estimate(full, size, machine).rate)
     return full, describe_choice(full, machine, expected, size, "" if config.size or config.steps else WHY)
+
+
+def _regularized(config: TrainConfig, epochs: float) -> TrainConfig:
+    """The config with `dropout`, and for text that is repeated often `weight_decay`, chosen if they are unset."""
+    repeated = epochs > FEW_EPOCHS
+    if config.dropout is None:
+        config = replace(config, dropout=DROPOUT if repeated else 0.0)
+    if config.weight_decay is None and repeated:
+        config = replace(config, weight_decay=WEIGHT_DECAY)
+    return config
 
 
 @dataclass(frozen=True)
