@@ -15,7 +15,7 @@ _dunes() {
     train\ *--compile\ ) words='auto on off' ;;
     train\ *--dtype\ ) words='float32 bfloat16 float16' ;;
     train\ *--shard\ ) words='all node' ;;
-    train\ *) [[ $cur == -* ]] && words='--text-field --split --separate-documents --follow-links --from --trainable --family --parts --experts --experts-per-token --shared-experts --balancing --size --tokenizer --vocab-size --complete --fim-rate --copies --dropout --weight-decay --minutes --steps --batch --context-length --lr --seed --optimizer --lr-factors --device --compile --dtype --threads --resume --override --dry-run --strict --profile --track --rank-timeout --shard --out --no-complete --quiet --trust-code --trust-sources --help' ;;
+    train\ *) [[ $cur == -* ]] && words='--text-field --split --separate-documents --follow-links --from --trainable --family --parts --experts --experts-per-token --shared-experts --balancing --size --tokenizer --vocab-size --complete --fim-rate --copies --dropout --weight-decay --minutes --steps --batch --context-length --lr --seed --optimizer --lr-factors --device --compile --dtype --threads --resume --override --dry-run --strict --profile --track --rank-timeout --shard --out --no-complete --plan --quiet --trust-code --trust-sources --help' ;;
     finetune\ *--template\ ) words='plain alpaca alpaca-newline mistral llama2 llama3 chatml' ;;
     finetune\ *--train-on\ ) words='answers all' ;;
     finetune\ *--method\ ) words='full lora rslora dora pissa qlora qdora qlora-int8 lora-experts' ;;

@@ -56,6 +56,7 @@ complete -c dunes -n "__dunes 'train *'" -l rank-timeout
 complete -c dunes -n "__dunes 'train *'" -l shard
 complete -c dunes -n "__dunes 'train *'" -l out
 complete -c dunes -n "__dunes 'train *'" -l no-complete
+complete -c dunes -n "__dunes 'train *'" -l plan
 complete -c dunes -n "__dunes 'train *'" -l quiet
 complete -c dunes -n "__dunes 'train *'" -l trust-code
 complete -c dunes -n "__dunes 'train *'" -l trust-sources

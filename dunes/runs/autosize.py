@@ -3,7 +3,7 @@
 The rules come from a sweep (docs/log/training.md, "The dial"), which `benchmarks/autosize.py` repeats. A model's
 speed is estimated from its FLOPs and memory traffic, and its loss from the numbers of parameters and training
 tokens. The loss follows Chinchilla's formula (https://arxiv.org/abs/2203.15556), in which repeated tokens count
-less (https://arxiv.org/abs/2305.16264).
+less (https://arxiv.org/abs/2305.16264), times a factor of the text (`text_entropy`).
 """
 
 import math

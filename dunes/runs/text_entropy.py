@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dunes.data import Corpus, Document
-from dunes.data.document import BLOCK, RecordDocument
+from dunes.data.document import RecordDocument
 
 OFFSET = 0.0
 """Logarithm of the factor of a text with REFERENCE bits/byte."""
@@ -27,7 +27,7 @@ COUNTED = 4_000_000
 SCORED = 200_000
 """Maximum bytes of validation text whose n-grams are scored."""
 PIECES = 50
-"""A sample of a larger text consists of pieces of at least 1/PIECES of the sample, and of smaller files."""
+"""A sample of a larger text consists of small files, and of pieces of 1/PIECES of the sample."""
 
 
 def text_factor(corpus: Corpus) -> float:
@@ -52,15 +52,15 @@ def ngram_probabilities(train: bytes, valid: bytes) -> NDArray[np.float64]:
     byte. After an unseen context, the probability is p. Without any context, p is 1/256.
     """
     texts = [np.frombuffer(text, np.uint8).astype(np.uint64) for text in (train, valid)]
-    grams = [np.zeros(len(text) + 1, np.uint64) for text in texts]
+    grams: list[NDArray[Any]] = [np.zeros(len(text) + 1, np.uint64) for text in texts]
     probabilities = np.full(len(valid), 1 / 256)
     for order in range(min(ORDER + 1, len(train), len(valid))):
         grams = [text[: len(g) - 1] << 8 * order | g[1:] for text, g in zip(texts, grams, strict=True)]
-        probabilities[order:] = _interpolate(*grams, probabilities[order:])
+        probabilities[order:] = _interpolate(grams[0], grams[1], probabilities[order:])
     return probabilities
 
 
-def _interpolate(counted: NDArray[Any], scored: NDArray[Any], shorter: NDArray[Any]) -> NDArray[Any]:
+def _interpolate(counted: NDArray[Any], scored: NDArray[Any], shorter: NDArray[Any]) -> Any:
     """Probabilities of the n-grams `scored`; `shorter` are those after the contexts without their first bytes."""
     grams, counts = np.unique(counted, return_counts=True)
     contexts, starts, distinct = np.unique(grams >> 8, return_index=True, return_counts=True)
@@ -78,31 +78,31 @@ def _look_up(keys: NDArray[Any], values: NDArray[Any], wanted: NDArray[Any], abs
 def _sample(parts: list[tuple[Document, int, int]], limit: int) -> bytes:
     """The text of the parts (document, first byte, end), or about `limit` bytes of it.
 
-    The sample consists of small files and of pieces of larger ones, spread evenly over the parts. Files of records
-    are read only from the beginning of their part, since they cannot be read in blocks.
+    The sample consists of pieces that are spread evenly over the parts, except that files of records are read from
+    the beginning of their part.
     """
-    steps = [(d, start, end, d.size if isinstance(d, RecordDocument) else BLOCK) for d, start, end in parts]
+    piece = limit // PIECES
+    steps = [(d, start, end, d.size if isinstance(d, RecordDocument) else piece) for d, start, end in parts]
     blocks = [(d, at, min(at + step, end)) for d, start, end, step in steps for at in range(start, end, step)]
     share = min(1.0, limit / max(1, sum(end - start for _, start, end in blocks)))
     sample, seen = bytearray(), 0
     for document, start, end in blocks:
         seen += end - start
         missing = round(share * seen) - len(sample)
-        if missing >= min(end - start, limit // PIECES):
-            sample += _read(document, start, end, min(missing, end - start))
+        if missing >= min(end - start, piece):
+            sample += _read(document, start, min(end, start + missing))
     return bytes(sample)
 
 
-def _read(document: Document, start: int, end: int, size: int) -> bytes:
-    """A piece of `size` bytes from the bytes `start` to `end` of a document."""
+def _read(document: Document, start: int, end: int) -> bytes:
+    """The bytes `start` to `end` of a document's text."""
     if not isinstance(document, RecordDocument):
         with document.path.open("rb") as file:
-            # Somewhere in the file, since many files begin alike.
-            file.seek(start + int(document.split_hash * (end - start - size)))
-            return file.read(size)
+            file.seek(start)
+            return file.read(end - start)
     text = bytearray()
     for record in document.text():
         text += record.encode()
-        if len(text) >= start + size:
+        if len(text) >= end:
             break
-    return bytes(text[start : start + size])
+    return bytes(text[start:end])

@@ -62,7 +62,7 @@ from dunes.train import Trainer, scale_rates
 from dunes.train.loss import next_token_loss
 from dunes.train.optim import named_optimizer
 from dunes.tree.summary import module_rows
-from dunes.units import format_count, format_seconds
+from dunes.units import format_count, format_seconds, plural
 
 TYPICAL_RATE = 10_000
 """Assumed tokens/s of a run with fixed steps, so that its estimated duration does not depend on the machine."""
@@ -189,10 +189,10 @@ def _report(config: TrainConfig, trainer: Trainer, base: LoadedModel, display: D
 
 def _check_plan(config: TrainConfig, resume: bool, picture: Path) -> None:
     """Raise ValueError if the estimates of --plan do not apply to the run, or no picture can have this path."""
-    if config.base or config.steps or resume or not config.sources:
-        raise ValueError("--plan estimates new models of SOURCE by --minutes; omit --from, --steps and --resume")
     if picture.suffix != ".png" or not picture.parent.is_dir():
         raise ValueError(f"--plan {picture}: expected a name like plan.png, in an existing folder")
+    if config.base or config.steps or resume or not config.sources:
+        raise ValueError("--plan estimates new models: it expects SOURCE, and no --from, --steps or --resume")
 
 
 def _report_plan(config: TrainConfig, corpus: Corpus, display: Display, picture: Path) -> None:
@@ -206,13 +206,13 @@ def _report_plan(config: TrainConfig, corpus: Corpus, display: Display, picture:
         bounds[minutes] = (1 - SPREAD) * e.bits, e.bits, (1 + SPREAD) * e.bits
         label = f"{minutes:g}" + " (--minutes)" * (minutes == config.minutes)
         counts = format_count(e.parameters), format_count(e.tokens), f"{e.epochs:.1f}"
-        lines.append([label, *counts, *(f"{bits:.2f}" for bits in bounds[minutes])])
+        lines.append([label, *counts, f"{e.bits:.2f}", "{0:.2f} to {2:.2f}".format(*bounds[minutes])])
         repeated += [minutes] * (e.epochs > autosize.FEW_EPOCHS)
     if ranks.is_first():
-        print_table("", ["minutes", "parameters", "tokens", "epochs", "at least", "bits/byte", "at most"], lines)
+        print_table("", ["minutes", "parameters", "tokens", "epochs", "bits/byte", "95 % of texts"], lines)
         plan_picture(bounds, config.minutes, picture)
     if repeated:
-        display.line(f"from {repeated[0]:g} minutes on, the text is read more than {autosize.FEW_EPOCHS:g} times")
+        display.line(f"text read over {autosize.FEW_EPOCHS:g} times: from {plural(repeated[0], 'minute')} on")
 
 
 def _choose_options(config: TrainConfig, corpus: Corpus, base: LoadedModel | None, start: Start) -> TrainConfig:
