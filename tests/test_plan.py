@@ -10,9 +10,12 @@ import pytest
 from conftest import raising, refuses_command
 from dunes.data import collect_corpus
 from dunes.data.sources import without_files
-from dunes.runs import autosize, text_entropy
+from dunes.runs import autosize, forecast, text_entropy
+from dunes.runs.memory import StepCost
+from dunes.runs.train_config import TrainConfig
 
 DRAW = random.Random(0)
+MACHINE, COST = autosize.Machine(1, "float32", 1e11, 1e10), StepCost(2.0, 1.5, 4_000, 1_000)
 TRAIN, VALID = bytes(DRAW.choices(b"aab\nc", k=400)), bytes(DRAW.choices(b"aabc\0\xff", k=60))
 
 
@@ -46,20 +49,21 @@ def test_the_text_is_that_of_either_split_and_a_sample_is_spread_over_it(tmp_pat
     (rows := tmp_path / "rows.jsonl").write_text("".join(f'{{"text": "{i:06}ä"}}\n' for i in range(2_000)))
     corpus, seen, text = collect_corpus([large, rows]), [], lambda d: "".join(d.text()).encode()
     monkeypatch.setattr(text_entropy, "ngram_bits", lambda *texts: seen.append(texts) or 3.0)
-    text_entropy.text_factor(corpus)
+    text_entropy.text_factor(corpus, TrainConfig())
     assert seen[0] == tuple(b"".join(map(text, side)) for side in (corpus.train, corpus.valid))
-    text_entropy.text_factor(tails := without_files(corpus))
+    text_entropy.text_factor(tails := without_files(corpus), TrainConfig())
     ends = b"".join(each[len(each) - round(tails.share * len(each)) :] for each in map(text, tails.train))
     assert (seen[1][1], len(seen[1][0])) == (ends, corpus.size - len(ends))
     monkeypatch.setattr(text_entropy, "COUNTED", 100_000)
-    text_entropy.text_factor(corpus)
+    text_entropy.text_factor(corpus, TrainConfig())
     places = [int(number) for number in re.findall(rb"\n(\d{7})\n", seen[2][0])]
     assert 95_000 < len(seen[2][0]) <= 100_000
     assert min(places) < 16_000 < 144_000 < max(places)
 
 
 def test_a_plan_is_a_table_and_a_picture_of_what_dry_runs_estimate(code, tmp_path, monkeypatch, command):
-    monkeypatch.setattr(autosize, "measure_machine", lambda _: autosize.Machine(1, "float32", 1e11, 1e10))
+    monkeypatch.setattr(autosize, "measure_machine", lambda _: MACHINE)
+    monkeypatch.setattr(forecast, "measure_step", lambda *_: COST)
     options = ("train", code, "--threads", 1, "--dtype", "float32", "--minutes", 2)
     status, table, _ = command(*options, "--plan", tmp_path / "plan.png", "--out", tmp_path / "run")
     rows = re.findall(r"^(\d+)(?: (\(--minutes\)))? .* (\S+) +(\S+) to (\S+)$", table, re.M)
@@ -69,7 +73,20 @@ def test_a_plan_is_a_table_and_a_picture_of_what_dry_runs_estimate(code, tmp_pat
     assert re.search(r"^text read over 3 times: from \d+ minutes? on$", table, re.M)
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     assert not (tmp_path / "run").exists()
-    assert f"estimated: {rows[1][2]} bits/byte" in command(*options, "--dry-run")[1]
+    said = command(*options, "--dry-run")[1]
+    assert f"estimated: {rows[1][2]} bits/byte ({rows[1][3]} to {rows[1][4]})" in said
+    assert "measured: 2k tokens/s" in said
+
+
+@pytest.mark.parametrize("complete", [False, True])
+def test_a_measured_step_scales_the_machine(complete, monkeypatch):
+    monkeypatch.setattr(forecast, "measure_step", lambda *_: COST)
+    config = TrainConfig(size="2x64", batch=2, context_length=64, dtype="float32", threads=1, complete=complete)
+    machine = forecast.measured_machine(config, MACHINE)
+    expected = forecast.forecast(config, 10**6, machine, 2.0)
+    plain = autosize.estimate(config, 10**6, machine)
+    assert expected.rate == pytest.approx(COST.tokens / COST.seconds, rel=1e-9)
+    assert (expected.tokens < plain.tokens, expected.bits > 2.0 * plain.bits) == (complete, complete)
 
 
 @pytest.mark.parametrize("options", ["p.png --from m", "p.png --steps 3", "p.png --resume", "p.svg", "no/p.png"])

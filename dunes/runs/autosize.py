@@ -8,7 +8,7 @@ less (https://arxiv.org/abs/2305.16264), times a factor of the text (`text_entro
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -155,13 +155,10 @@ def with_machine(config: TrainConfig, context_length: int = 0) -> tuple[TrainCon
     return replace(measured, batch=batch, context_length=context_length), machine
 
 
-def autosize_run(
-    config: TrainConfig, size: int, factor: Callable[[], float] = lambda: 1.0
-) -> tuple[TrainConfig, list[str]]:
+def autosize_run(config: TrainConfig, size: int) -> tuple[TrainConfig, list[str]]:
     """Choose all unset options for `size` bytes of training text; returns the config and lines with the reasons.
 
-    `factor` returns the text's factor of the estimated loss (`text_entropy.text_factor`). If all options are set,
-    the machine is not measured, and `factor` is not called.
+    If all options are set, the machine is not measured.
     """
     complete = config.dtype and config.threads and config.size and config.batch and config.context_length
     if complete and None not in (config.dropout, config.weight_decay):
@@ -170,7 +167,7 @@ def autosize_run(
         tokens = config.steps * config.batch * config.context_length
         return with_hardware(_regularized(config, tokens / unique_tokens(config, size))), []
     config, machine = with_machine(config)
-    full, expected = choose_size(config, size, machine.plan, factor())
+    full, expected = choose_size(config, size, machine.plan)
     full = _regularized(full, expected.epochs)
     full = replace(full, rate=estimate(full, size, machine).rate)
     return full, describe_choice(full, machine, expected, size, "" if config.size or config.steps else WHY)
@@ -201,13 +198,11 @@ class Estimate:
     bits: float
 
 
-def choose_size(
-    config: TrainConfig, size: int, machine: Machine, factor: float = 1.0
-) -> tuple[TrainConfig, Estimate]:
+def choose_size(config: TrainConfig, size: int, machine: Machine) -> tuple[TrainConfig, Estimate]:
     """Choose the model size with the lowest estimated validation loss; returns the config and its estimate.
 
     If the size is configured, it is kept. With --steps, the choice depends on the number of training tokens, but
-    not on the machine's speed. The estimated loss is multiplied by `factor`.
+    not on the machine's speed.
     """
     unique = unique_tokens(config, size)
     sizes = [s for s in SIZES if s <= max(SIZES[0], MAX_PARAMETERS_PER_TOKEN * unique)]
@@ -217,7 +212,7 @@ def choose_size(
     candidates = [config] if config.size else [replace(config, size=str(s)) for s in sizes]
     estimates = [(estimate(each, size, machine), each) for each in candidates]
     best, sized = min(estimates, key=lambda pair: pair[0].bits)
-    return sized, replace(best, bits=factor * best.bits)
+    return sized, best
 
 
 def estimate(config: TrainConfig, size: int, machine: Machine) -> Estimate:
@@ -465,6 +460,6 @@ def describe_choice(config: TrainConfig, machine: Machine, expected: Estimate, s
         f"chosen for {config.length}: {format_parameters(expected.parameters, expected.active)}, "
         f"batch size {config.batch}, context length {config.context_length}",
         f"at about {format_count(expected.rate)} tokens/s, trains on {format_count(expected.tokens)} tokens "
-        f"({plural(steps, 'step')}, {expected.epochs:.1f} epochs){why}; estimated: {expected.bits:.2f} bits/byte",
+        f"({plural(steps, 'step')}, {expected.epochs:.1f} epochs){why}",
         memory_advice(config, text=size),
     ]

@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from dunes.data import Corpus, Document
 from dunes.data.document import RecordDocument
+from dunes.runs.train_config import TrainConfig
 
-OFFSET = 0.0
-"""Logarithm of the factor of a text with REFERENCE bits/byte."""
+PLAIN, COMPLETING = 1.0, 1.0
+"""Factors of a text with REFERENCE bits/byte, without and with --complete."""
 REFERENCE = 2.0
 """Bits/byte under the n-gram model of the text on which the loss formula was fitted."""
 POWER = 1.0
@@ -30,13 +31,13 @@ PIECES = 50
 """A sample of a larger text consists of small files, and of pieces of 1/PIECES of the sample."""
 
 
-def text_factor(corpus: Corpus) -> float:
-    """Factor of the estimated loss for the text of a corpus."""
+def text_factor(corpus: Corpus, config: TrainConfig) -> float:
+    """Factor of the estimated loss for the text of a corpus, and for a run that completes lines or not."""
     share = corpus.share if corpus.split == "tails" else 0.0
     train = [(d, 0, d.size - round(share * d.size)) for d in corpus.train]
     valid = [(d, end, d.size) for d, _, end in train] + [(d, 0, d.size) for d in corpus.valid]
     bits = ngram_bits(_sample(train, COUNTED), _sample(valid, SCORED))
-    return float(np.exp(OFFSET) * (bits / REFERENCE) ** POWER)
+    return float((COMPLETING if config.complete else PLAIN) * (bits / REFERENCE) ** POWER)
 
 
 def ngram_bits(train: bytes, valid: bytes) -> float:

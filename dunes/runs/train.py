@@ -43,32 +43,27 @@ from dunes.measure import ranks
 from dunes.models.initialise import initialise
 from dunes.ops.float32_products import repeat_choice
 from dunes.parts import Block, Decoder
-from dunes.progress import Display, phase, print_table, shown_by
+from dunes.progress import Display, phase, shown_by
 from dunes.runs import autosize
 from dunes.runs.augment import described_family, records, resolve_new, save_changed, size_of
 from dunes.runs.config import RunOptions
 from dunes.runs.corpus import NO_LINES, Tokens, choose_completion, gather, tokenize, with_test_files
+from dunes.runs.forecast import describe_forecast, dry_batch, dry_trainer, report_plan
 from dunes.runs.memory import PROCESS, describe_memory
-from dunes.runs.picture import plan_picture
 from dunes.runs.report import report_step
 from dunes.runs.run import Start, card_facts, execute_run, new_run, out_of_memory
 from dunes.runs.saving import append_metrics, read_config, run_lock, start_run, write_config
 from dunes.runs.task import SAMPLE_SHARE, Run, TaskFacts, selects, set_trainable, trainable_state
-from dunes.runs.text_entropy import SPREAD, text_factor
 from dunes.runs.train_config import MIXTURES, NONE, TrainConfig
 from dunes.text import Tokenizer
 from dunes.text.chat_template import template_from_files
 from dunes.train import Trainer, scale_rates
-from dunes.train.loss import next_token_loss
 from dunes.train.optim import named_optimizer
 from dunes.tree.summary import module_rows
-from dunes.units import format_count, format_seconds, plural
+from dunes.units import format_count, format_seconds
 
 TYPICAL_RATE = 10_000
 """Assumed tokens/s of a run with fixed steps, so that its estimated duration does not depend on the machine."""
-
-MINUTES = (1, 3, 5, 15, 30, 60, 120, 240, 480)
-"""Lengths of the runs that --plan estimates, in addition to --minutes."""
 
 SCORED = 4_000
 """Number of characters on which a base is scored before a run."""
@@ -113,7 +108,7 @@ def plan_training(config: TrainConfig, start: Start, parts: Sequence[str]) -> Ca
     for line in (corpus.report(), *corpus.notes, *reasons):
         display.detail(line)
     if start.options.plan:
-        _report_plan(config, corpus, display, start.options.plan)
+        report_plan(config, corpus, display, start.options.plan)
         return None
     if base and not config.trains:
         Reference(config, start, base, place, corpus.packages).run(corpus)
@@ -122,7 +117,11 @@ def plan_training(config: TrainConfig, start: Start, parts: Sequence[str]) -> Ca
         config = ranks.broadcast(_choose_options(config, corpus, base, start))
     if start.options.dry_run:
         if base is not None:
-            _report(config, _dry_trainer(config, base), base, display)
+            model = base.model.float().to(measure.device())
+            select_trainable(model, config.trainable, base)
+            _report(config, dry_trainer(config, model), base, display)
+        else:
+            display.detail(describe_forecast(config, corpus))
         return None
     with timings("tokenizing"):
         earlier = Tokenizer.load(folder / "state") if resumed and base is None else None
@@ -172,19 +171,9 @@ def _index(config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer, display: D
         return prepare_completion(corpus, files, display, config.sources, config.follow_links)
 
 
-def _dry_trainer(config: TrainConfig, base: LoadedModel) -> Trainer:
-    """A trainer of the base, for the estimates of a dry run."""
-    model = base.model.float().to(measure.device())
-    select_trainable(model, config.trainable, base)
-    optimizer, dtype = autosize.build_optimizer(model, config), autosize.autocast_dtype(config)
-    return Trainer(model, optimizer, next_token_loss, dtype=dtype)
-
-
 def _report(config: TrainConfig, trainer: Trainer, base: LoadedModel, display: Display) -> None:
-    rows = config.batch // ranks.count(), config.context_length + 1
-    ids = torch.randint(base.require_tokenizer().vocab, rows, generator=torch.Generator().manual_seed(0))
     fit = lambda per_token: sum(fit_size(config, per_token).seconds) if config.complete else 0.0
-    report_step(config, trainer, (ids[:, :-1], ids[:, 1:]), display, fit)
+    report_step(config, trainer, dry_batch(config, base.require_tokenizer().vocab), display, fit)
 
 
 def _check_plan(config: TrainConfig, resume: bool, picture: Path) -> None:
@@ -195,26 +184,6 @@ def _check_plan(config: TrainConfig, resume: bool, picture: Path) -> None:
         raise ValueError("--plan estimates new models: it expects SOURCE, and no --from, --steps or --resume")
 
 
-def _report_plan(config: TrainConfig, corpus: Corpus, display: Display, picture: Path) -> None:
-    """Print and draw estimates for runs of MINUTES and of the config's minutes, each with its best model size."""
-    config, machine = autosize.with_machine(config)
-    display.line(autosize.describe_machine(machine))
-    size, factor = sum(d.size for d in corpus.train), text_factor(corpus)
-    lines, bounds, repeated = list[list[str]](), dict[float, tuple[float, float, float]](), list[float]()
-    for minutes in sorted({*MINUTES, config.minutes}):
-        _, e = autosize.choose_size(replace(config, minutes=minutes), size, machine.plan, factor)
-        bounds[minutes] = (1 - SPREAD) * e.bits, e.bits, (1 + SPREAD) * e.bits
-        label = f"{minutes:g}" + " (--minutes)" * (minutes == config.minutes)
-        counts = format_count(e.parameters), format_count(e.tokens), f"{e.epochs:.1f}"
-        lines.append([label, *counts, f"{e.bits:.2f}", "{0:.2f} to {2:.2f}".format(*bounds[minutes])])
-        repeated += [minutes] * (e.epochs > autosize.FEW_EPOCHS)
-    if ranks.is_first():
-        print_table("", ["minutes", "parameters", "tokens", "epochs", "bits/byte", "95 % of texts"], lines)
-        plan_picture(bounds, config.minutes, picture)
-    if repeated:
-        display.line(f"text read over {autosize.FEW_EPOCHS:g} times: from {plural(repeated[0], 'minute')} on")
-
-
 def _choose_options(config: TrainConfig, corpus: Corpus, base: LoadedModel | None, start: Start) -> TrainConfig:
     """The config with all unset options chosen, unless the run is resumed; also displays the reasons."""
     if start.options.resume:
@@ -223,7 +192,7 @@ def _choose_options(config: TrainConfig, corpus: Corpus, base: LoadedModel | Non
     if base is not None:
         chosen, reasons = _choose_with_base(config, base, size)
     else:
-        chosen, reasons = autosize.autosize_run(config, size, partial(text_factor, corpus))
+        chosen, reasons = autosize.autosize_run(config, size)
     for line in reasons:
         display.detail(line)
     if base is None and config.size and (warning := autosize.size_warning(chosen)):
