@@ -281,14 +281,11 @@ class Saver:
         """Seconds between saves: sqrt(2 * seconds of a save * seconds between failures), at least SAVE_SECONDS."""
         return SAVE_SECONDS * max(1.0, math.sqrt(self.seconds / CHEAP))
 
-    def start(self, run: Run) -> bool:
-        """Start to save the current state. Returns False, without saving, if the previous save is in progress."""
-        if not self.ready():
-            return False
+    def start(self, run: Run) -> None:
+        """Start to save the current state. No other save may be in progress."""
         measure.return_freed_memory()  # so that the copy does not fragment memory of the next step
         snapshot = checkpoint.snapshot(run_state(run), unchanging=["best_weights"])
         self._pending = self.pool.submit(self._write, run.folder, run.trainer.number, snapshot)
-        return True
 
     def _write(self, folder: Path, step: int, snapshot: checkpoint.Snapshot) -> Path:
         start = perf_counter()
