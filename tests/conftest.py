@@ -305,8 +305,14 @@ def count_readable(read, path, mutants) -> int:
 
 
 def equal_states(a, b):
-    """Two dictionaries of tensors have the same names, dtypes and numbers."""
-    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
+    """Two tensors, or dictionaries and lists of values, have the same names, types and numbers."""
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal_states(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(equal_states, a, b))
+    return type(a) is type(b) and a == b
 
 
 def raising(error):

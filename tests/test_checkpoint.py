@@ -296,20 +296,10 @@ NESTED = {
 }
 
 
-def same(a, b):
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    return type(a) is type(b) and a == b
-
-
 def test_a_state_comes_back_as_it_was(tmp_path):
     path = checkpoint.save_state(tmp_path, 12, NESTED)
     assert path.name == "step-000012"
-    assert same(checkpoint.load_state(path), NESTED)
+    assert equal_states(checkpoint.load_state(path), NESTED)
     with pytest.raises(TypeError, match=r"a\.b: a training state cannot contain a set"):
         checkpoint.save_state(tmp_path, 13, {"a": {"b": {1}}})
     assert checkpoint.latest_state(tmp_path) == path, "a state that cannot be written leaves the old one"
@@ -336,7 +326,7 @@ def test_tensors_that_did_not_change_are_written_once(tmp_path, monkeypatch):
     def save(step):
         values = {"best": dict(best), "weights": torch.full((3,), float(step)), "step": step}
         folder = checkpoint.save_state(tmp_path, step, checkpoint.snapshot(values, ["best"]))
-        assert same(checkpoint.load_state(folder), values)
+        assert equal_states(checkpoint.load_state(folder), values)
         assert checkpoint.latest_state(tmp_path) == folder
         return folder
 

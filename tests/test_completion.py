@@ -269,7 +269,6 @@ def test_suggestions_of_typed_lines_are_as_probable_as_given_what_is_typed(width
 
 
 def test_a_suggestion_goes_on_at_the_cursor_also_inside_a_token():
-    engine = engine_of([("a.py", CODE)])
     line = "    result = width * height + 5\n"
     for text in (CODE, CODE.replace("\n", "\r\n"), CODE.replace("    ", "\t")):
         body = line.replace("    ", "\t") if "\t" in text else line
