@@ -221,8 +221,9 @@ def toy(code, **changes):
 
 
 def change_json(path: Path, **changes) -> None:
-    """Give these keys of a JSON file other values; ... removes one."""
-    content = json.loads(path.read_text()) | changes
+    """Give these keys of a JSON file other values, which a function makes of the old one; ... removes one."""
+    content = json.loads(path.read_text())
+    content |= {key: value(content[key]) if callable(value) else value for key, value in changes.items()}
     path.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
 
 

@@ -115,9 +115,7 @@ def test_a_function_of_others_is_imported_only_with_trust_code(tmp_path, monkeyp
 
 
 def rename(folder, name):
-    card = json.loads((folder / "dunes.json").read_text())
-    card["family"]["function"] = name
-    (folder / "dunes.json").write_text(json.dumps(card))
+    change_json(folder / "dunes.json", family=lambda family: family | {"function": name})
 
 
 @pytest.mark.parametrize(

@@ -410,9 +410,7 @@ def two(made, tmp_path):
 
 
 def index(folder, change):
-    content = json.loads((folder / INDEX).read_text())
-    content["weight_map"] = change(content["weight_map"])
-    (folder / INDEX).write_text(json.dumps(content))
+    change_json(folder / INDEX, weight_map=change)
 
 
 def point(name):
