@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_hook
 
-from conftest import display, eventually, metaspace_tokenizer, refuses, toy, training_output
+from conftest import display, equal_states, eventually, metaspace_tokenizer, refuses, toy, training_output
 from dunes import checkpoint, measure
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.card import has_own_form
@@ -42,14 +42,13 @@ from dunes.runs.train import TrainTask, train
 from dunes.runs.train_config import TrainConfig, parse_size
 from dunes.text import KINDS, Tokenizer
 from dunes.tree import count
-from test_checkpoint import same
 
 
 def assert_same_training(folder, other, file="model.safetensors"):
     """The same weights and state of the optimizer, losses of all steps to the last bit, and file of weights."""
     states = [checkpoint.load_state(checkpoint.latest_state(f)) for f in (folder, other)]
     for name in ("weights", "best_weights", "best_step", "trainer", "schedule"):
-        assert same(*(state[name] for state in states)), name
+        assert equal_states(*(state[name] for state in states)), name
     logs = [[r for r in read_metrics(f / "metrics.jsonl") if "loss" in r] for f in (folder, other)]
     exact = [[(r["step"], r["loss_hex"], r["lr_scale"], r.get("bits_per_byte")) for r in log] for log in logs]
     assert exact[0] == exact[1]
