@@ -100,12 +100,10 @@ class Display:
         remaining = elapsed * (1 / done - 1) if can_estimate else None
         self.state(text if remaining is None else f"{text}, {format_seconds(round(remaining))} left", done)
 
-    @contextmanager
-    def own_bar(self, title: str) -> Iterator[None]:
+    def own_bar(self, title: str) -> AbstractContextManager[None]:
         """Restart the bar for the phases inside the `with` block, with a title and the remaining time."""
         self._start, self._last_line = monotonic(), -math.inf
-        with shown_by(lambda text, done: self.time_left(f"{title}: {text}", done)):
-            yield
+        return shown_by(lambda text, done: self.time_left(f"{title}: {text}", done))
 
     def line(self, text: str = "") -> None:
         """Print a line."""
