@@ -255,6 +255,12 @@ def run_python(script, *arguments, **options):
     return subprocess.run(command, capture_output=True, text=True, **options)
 
 
+def run_dunes(*arguments, **options):
+    """A process that has run `dunes` with these arguments."""
+    command = [sys.executable, "-m", "dunes", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, **options)
+
+
 def message(content) -> bytes:
     """A message to a language server, with its header."""
     data = json.dumps(content).encode()

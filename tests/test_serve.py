@@ -25,7 +25,7 @@ import pytest
 import torch
 from starlette.testclient import TestClient
 
-from conftest import display, eventually, raising, refuses_command, toy
+from conftest import display, eventually, raising, refuses_command, run_python, toy
 from dunes import checkpoint, measure
 from dunes.checkpoint import load_with_tokenizer
 from dunes.cli.serve import Editor
@@ -751,8 +751,7 @@ def test_a_folders_running_server_is_asked_to_complete(run, tmp_path, capsys, mo
         assert capsys.readouterr().out == expected
         script = "import sys; from dunes.cli import verbs; verbs.complete(*sys.argv[1:])"
         script += "; assert 'torch' not in sys.modules"
-        command = [sys.executable, "-c", script, str(run), f"{file}:{line}:{column}"]
-        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == expected
+        assert run_python(script, run, f"{file}:{line}:{column}", check=True).stdout == expected
     finally:
         assert ended(process) == (0, "")
     assert complete_by_server(run, BEFORE, "\n", file) is None, "a server that has ended is not known"
