@@ -1,6 +1,6 @@
-"""Give a context variable or an attribute another value inside a `with` block."""
+"""Context managers: other values of variables and attributes, and messages that say where an error is."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -27,3 +27,18 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, previous)
+
+
+@contextmanager
+def prefix_errors(
+    prefix: object,
+    errors: type[Exception] | tuple[type[Exception], ...] = ValueError,
+    end: str = "",
+    describe: Callable[[Exception], str] = str,
+) -> Iterator[None]:
+    """Inside the `with` block, these errors become a ValueError, whose message is the prefix, then
+    `describe(error)` and `end`."""
+    try:
+        yield
+    except errors as error:
+        raise ValueError(f"{prefix}: {describe(error)}{end}") from None

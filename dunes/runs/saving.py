@@ -16,6 +16,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from dunes import checkpoint, measure
+from dunes.context import prefix_errors
 from dunes.evaluate.preferences import PreferenceScore
 from dunes.evaluate.text_loss import Score
 from dunes.files import json_file
@@ -142,12 +143,10 @@ def read_config(folder: Path, config_class: type[T]) -> T | None:
     if not path.is_file():
         return None
     stored = json_file.read(path)
-    try:
+    with prefix_errors(path, (TypeError, ValueError), end="; choose another --out"):
         if (number := stored.pop("format", None)) != FORMAT:
             raise ValueError(f"written by another version of dunes (format {number}, this version reads {FORMAT})")
         return config_class.of(stored)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}; choose another --out") from None
 
 
 def append_metrics(folder: Path, record: dict[str, Any]) -> None:

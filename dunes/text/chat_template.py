@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from dunes.context import prefix_errors
 from dunes.files import json_file
 from dunes.files.model_file import find_file, read_file
 from dunes.text.lines import decode_text
@@ -74,10 +75,9 @@ def render(
     """
     fields = {"messages": [*map(_normalize_message, messages)], "add_generation_prompt": add_generation_prompt}
     fields = {"tools": None, "documents": None, **(variables or {}), **fields}
-    try:
+    errors = TypeError, ValueError, RecursionError
+    with prefix_errors("these messages cannot be passed to the chat template", errors):
         values = json.loads(json.dumps(fields, default=dict))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"these messages cannot be passed to the chat template: {error}") from None
     try:
         return str(compile_template(template, marks).render(values))
     except Exception as error:  # a template may raise anything
