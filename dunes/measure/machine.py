@@ -131,6 +131,13 @@ LARGE_BLOCK = 1 << 25
 """`keep_freed_memory` keeps blocks up to this many bytes, the largest value that glibc accepts."""
 
 
+def _call_glibc(name: str, *arguments: object) -> None:
+    """Call a function of glibc; does nothing on systems without glibc."""
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):  # another C library
+            getattr(ctypes.CDLL("libc.so.6"), name)(*arguments)
+
+
 def keep_freed_memory() -> None:
     """Keep freed memory in the process for the next step or layer, except blocks above LARGE_BLOCK.
 
@@ -140,19 +147,14 @@ def keep_freed_memory() -> None:
     blocks left holes of unequal sizes in the heap, and each step needed more memory than the step before.
     """
     trim_threshold, mmap_threshold = -1, -3
-    if sys.platform == "linux":
-        with suppress(OSError):  # another C library
-            libc = ctypes.CDLL("libc.so.6")
-            libc.mallopt(trim_threshold, 2**31 - 1)
-            libc.mallopt(mmap_threshold, LARGE_BLOCK)
+    _call_glibc("mallopt", trim_threshold, 2**31 - 1)
+    _call_glibc("mallopt", mmap_threshold, LARGE_BLOCK)
 
 
 def return_freed_memory() -> None:
     """Return freed memory to the system, including pages between blocks in use; the next step allocates anew."""
     gc.collect()  # a completion engine is a reference cycle that holds a model
-    if sys.platform == "linux":
-        with suppress(OSError, AttributeError):  # another C library
-            ctypes.CDLL("libc.so.6").malloc_trim(0)
+    _call_glibc("malloc_trim", 0)
 
 
 def page_out(ranges: Iterable[tuple[int, int]]) -> None:
@@ -161,13 +163,10 @@ def page_out(ranges: Iterable[tuple[int, int]]) -> None:
     Without this call, weights that were only read to be cast or quantized would stay in memory. Changed pages are
     kept.
     """
-    if sys.platform == "linux":
-        page, pageout = resource.getpagesize(), 21
-        with suppress(OSError, AttributeError):  # another C library
-            madvise = ctypes.CDLL("libc.so.6").madvise
-            for address, size in ranges:
-                start, stop = -(-address // page) * page, (address + size) // page * page
-                madvise(ctypes.c_void_p(start), ctypes.c_size_t(max(0, stop - start)), pageout)
+    page, pageout = resource.getpagesize(), 21
+    for address, size in ranges:
+        start, stop = -(-address // page) * page, (address + size) // page * page
+        _call_glibc("madvise", ctypes.c_void_p(start), ctypes.c_size_t(max(0, stop - start)), pageout)
 
 
 @contextmanager
