@@ -161,16 +161,15 @@ def _denormal_numbers():
 @pytest.fixture
 def code(tmp_path: Path) -> Path:
     """A folder of forty small made-up programs."""
-    folder = tmp_path / "code"
+    return write_programs(tmp_path / "code")
+
+
+def write_programs(folder: Path) -> Path:
     folder.mkdir()
-    write_programs(folder)
-    return folder
-
-
-def write_programs(folder: Path) -> None:
     for i in range(40):
         lines = [f"def task_{i}_{j}(value, limit={j}):\n    return value * {i + j} + limit\n" for j in range(12)]
         (folder / f"module_{i}.py").write_text("\n".join(lines))
+    return folder
 
 
 @pytest.fixture

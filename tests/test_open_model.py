@@ -82,9 +82,7 @@ def logits(folder):
 @pytest.fixture(scope="module")
 def run(base, tmp_path_factory, _small_fits):
     folder = tmp_path_factory.mktemp("run")
-    (folder / "code").mkdir()
-    write_programs(folder / "code")
-    training_output(config(base, folder / "code"), folder / "run")
+    training_output(config(base, write_programs(folder / "code")), folder / "run")
     return folder / "run"
 
 
