@@ -15,7 +15,7 @@ import threading
 import time
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -89,6 +89,16 @@ def ended(process, number=signal.SIGTERM):
     process.stdout.close()
     process.stderr.close()
     return status, errors
+
+
+@contextmanager
+def server(*args, errors=""):
+    """The port of a server, which ends well after the `with` block and writes this to stderr."""
+    process, port = started(*args, "--no-follow")
+    try:
+        yield port
+    finally:
+        assert ended(process) == (0, errors)
 
 
 @pytest.fixture(scope="module")
@@ -744,16 +754,13 @@ def test_a_folders_running_server_is_asked_to_complete(run, tmp_path, capsys, mo
     assert complete_by_server(run, BEFORE, "\n", file) is None
     verbs.complete(str(run), f"{file}:{line}:{column}")
     expected = capsys.readouterr().out
-    process, _ = started(run, "--no-follow")
-    try:
+    with server(run):
         monkeypatch.setattr("dunes.checkpoint.locate_model", None)  # nothing is loaded
         verbs.complete(str(run), f"{file}:{line}:{column}")
         assert capsys.readouterr().out == expected
         script = "import sys; from dunes.cli import verbs; verbs.complete(*sys.argv[1:])"
         script += "; assert 'torch' not in sys.modules"
         assert run_python(script, run, f"{file}:{line}:{column}", check=True).stdout == expected
-    finally:
-        assert ended(process) == (0, "")
     assert complete_by_server(run, BEFORE, "\n", file) is None, "a server that has ended is not known"
     with socket.socket(socket.AF_UNIX) as dead:  # a server that was killed leaves its socket
         dead.bind(str(socket_file(run)))
@@ -767,8 +774,8 @@ def test_a_folders_running_server_is_asked_to_complete(run, tmp_path, capsys, mo
 @pytest.mark.slow
 def test_several_models_and_adapters_are_named_and_share_a_batch(three, run):  # noqa: F811
     adapters = ["--adapter", three / "one", "--adapter", three / "two"]
-    process, port = started(three / "base", *adapters, "--no-follow")
-    try:
+    said = "one, two: served with the context length of base, 200 tokens\n"
+    with server(three / "base", *adapters, errors=said) as port:
         assert [m["id"] for m in ok(port, "/v1/models")["data"]] == ["base", "one", "two"]
         assert ok(port, "/props?model=two")["model_alias"] == "two"
         assert ok(port, "/api/show", {"model": "two:latest"})
@@ -783,17 +790,11 @@ def test_several_models_and_adapters_are_named_and_share_a_batch(three, run):  #
         with ThreadPoolExecutor(9) as pool:
             names = ["one", "two", "base"] * 3
             assert list(pool.map(answer, names)) == [expected[name] for name in names]
-    finally:
-        said = "one, two: served with the context length of base, 200 tokens\n"
-        assert ended(process) == (0, said)
-    process, port = started(run, three / "base", "--no-follow")
-    try:
+    with server(run, three / "base") as port:
         status, content = ask(port, "/v1/completions", {"prompt": "a", "model": "other"})
         assert status == 404
         assert "run, base" in json.loads(content)["error"]["message"]
         assert ok(port, "/infill", infill(BEFORE, "\n", model="run"))["content"].startswith("ue_3")
-    finally:
-        assert ended(process) == (0, "")
 
 
 def test_replies_have_the_reference_servers_keys_and_types(port):

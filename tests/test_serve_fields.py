@@ -20,7 +20,7 @@ from dunes.text.templates import Turn, encode_prompt, find_template
 from test_adapter import pair
 from test_adapter_folders import TOKENS
 from test_chat_tools import ASKED, call, calls, result, source
-from test_serve import ended, reply_to, row_fed_with, started
+from test_serve import reply_to, row_fed_with, server
 
 USER = {"role": "user", "content": "ab"}
 CHAT, TEXT, GENERATE = "/v1/chat/completions", "/v1/completions", "/api/generate"
@@ -39,9 +39,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def port(folder):
-    process, port = started(folder, "--acceptance", 0, "--no-follow")
-    yield port
-    assert ended(process) == (0, "")
+    with server(folder, "--acceptance", 0) as port:
+        yield port
 
 
 def ask(port, path, body=None):
