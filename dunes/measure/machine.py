@@ -396,6 +396,17 @@ def use_best_threads() -> None:
     torch.set_num_threads(choose_threads())
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside the `with` block, limit PyTorch to one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _usable_cores() -> int:
     return max(1, int(min(_physical_cores(), cgroup_limits()[0])))
 
@@ -460,13 +471,9 @@ def _sample(work: Callable[[int], object], device: torch.device, cores: int) -> 
     if device.type != "cpu" or sys.platform != "linux":  # libraries on macOS compute in hidden threads
         return [_times(lambda: work(0), device, SAMPLE_SECONDS, SAMPLES)]
     # Each thread computes alone, since threads of an OpenMP team would spin while they wait for a slow one.
-    threads = torch.get_num_threads()
-    try:
-        with ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            take = lambda core: _times(lambda: work(core), device, SAMPLE_SECONDS, SAMPLES, thread_time)
-            return [*pool.map(take, range(cores))]
-    finally:
-        torch.set_num_threads(threads)
+    with one_thread(), ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        take = lambda core: _times(lambda: work(core), device, SAMPLE_SECONDS, SAMPLES, thread_time)
+        return [*pool.map(take, range(cores))]
 
 
 def _times(

@@ -78,11 +78,12 @@ def render(
     errors = TypeError, ValueError, RecursionError
     with prefix_errors("these messages cannot be passed to the chat template", errors):
         values = json.loads(json.dumps(fields, default=dict))
-    try:
+    with prefix_errors("the chat template fails", Exception, describe=_reason):  # a template may raise anything
         return str(compile_template(template, marks).render(values))
-    except Exception as error:  # a template may raise anything
-        reason = "".join(c if c.isprintable() else " " for c in f"{type(error).__name__}: {error}")
-        raise ValueError(f"the chat template fails: {reason[:300]}") from None
+
+
+def _reason(error: Exception) -> str:
+    return "".join(c if c.isprintable() else " " for c in f"{type(error).__name__}: {error}")[:300]
 
 
 _NOT_ASCII = re.compile("[^\x00-\x7e\ud800-\udfff]+")
