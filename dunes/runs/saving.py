@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from time import perf_counter
@@ -218,14 +218,11 @@ def read_state(folder: Path, config_class: type[RunConfig]) -> dict[str, Any]:
         }
 
 
-@contextmanager
-def invalid_state(folder: Path) -> Iterator[None]:
+def invalid_state(folder: Path) -> AbstractContextManager[None]:
     """Turn errors caused by a state's content into a ValueError with the folder and a remedy."""
-    try:
-        yield
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        reason = error if type(error) is ValueError else f"not the state of a run: {error!r:.200}"
-        raise ValueError(f"{folder}: {reason}; remove this state to resume from an older one") from None
+    errors = AttributeError, LookupError, TypeError, ValueError
+    reason = lambda e: str(e) if type(e) is ValueError else f"not the state of a run: {e!r:.200}"
+    return prefix_errors(folder, errors, "; remove this state to resume from an older one", reason)
 
 
 def load_run_state(run: Run, state: Mapping[str, Any], folder: Path) -> None:
