@@ -290,20 +290,13 @@ def record_documents(
     limit = validation_limit(min(hashes), max(hashes), share)
     is_validation, size = np.array(hashes) < limit, np.array(sizes)
     file_digest, documents = hasher.hexdigest(), []
+    reading = file_digest, tuple(fields), tuple((names or {}).items()), limit
     for validation in (False, True):
         digest = blake2b(f"{file_digest} {limit!r} {validation}".encode(), digest_size=16).hexdigest()
         part = size[is_validation == validation]
-        details = (
-            file_digest,
-            tuple(fields),
-            tuple((names or {}).items()),
-            limit,
-            validation,
-            content,
-            len(part),
-            0 if validation else blank,
-        )
-        documents += [RecordDocument(file.path, file.name, int(part.sum()), digest, *details)] if len(part) else []
+        counts = len(part), 0 if validation else blank
+        basics = file.path, file.name, int(part.sum()), digest
+        documents += [RecordDocument(*basics, *reading, validation, content, *counts)] if len(part) else []
     return documents
 
 
