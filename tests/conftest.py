@@ -321,10 +321,12 @@ def equal_states(a, b):
     return type(a) is type(b) and a == b
 
 
-def raising(error):
-    """A function that raises this error, whatever it is called with."""
+def raising(error, call=None, when=lambda *_: True):
+    """A function that raises this error, or calls `call` where `when` is false of the arguments."""
 
-    def call(*_, **__):
-        raise error
+    def function(*arguments, **options):
+        if when(*arguments):
+            raise error
+        return call(*arguments, **options)
 
-    return call
+    return function

@@ -90,19 +90,12 @@ def test_shards_of_an_older_save_do_not_stay(folder):
 
 def test_a_save_that_was_cut_short_anywhere_is_finished_by_the_next_load_or_save(folder, tmp_path, monkeypatch):
     stage(folder, load_file(folder / "model.safetensors"), 20_000)
-    replace, left = os.replace, []
-
-    def cut(a, b):
-        if not left:
-            raise KeyboardInterrupt
-        left.pop()
-        replace(a, b)
-
     expected = len(list((folder / ".ready").iterdir()))
     for placed in range(expected + 1):
         for finish in (finish_save, checkpoint.load):
             one = shutil.copytree(folder, tmp_path / f"one{placed}{finish.__name__}")
-            left[:] = [None] * placed
+            ends = iter([*[False] * placed, True])
+            cut = raising(KeyboardInterrupt(), os.replace, lambda *_, ends=ends: next(ends))
             with monkeypatch.context() as patch:
                 patch.setattr(os, "replace", cut)
                 with pytest.raises(KeyboardInterrupt) if placed < expected else nullcontext():

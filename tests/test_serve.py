@@ -932,13 +932,7 @@ def test_a_client_that_never_reads_frees_the_model(worker, monkeypatch):
 
 @pytest.mark.parametrize("path", ["/api/generate", "/v1/completions"])
 def test_an_error_amid_a_stream_has_the_form_of_the_paths_clients(path, worker, monkeypatch):
-    push = Row.push
-
-    def pushed(row, token):
-        if row.answer.new_tokens:
-            raise RuntimeError("no memory left")
-        push(row, token)
-
+    pushed = raising(RuntimeError("no memory left"), Row.push, lambda row, _: row.answer.new_tokens)
     monkeypatch.setattr(Row, "push", pushed)
     body = {"prompt": "def task_", "stream": True} | ({"raw": True} if path.startswith("/api") else {})
     lines = TestClient(app.Server(worker).app(), "http://localhost").post(path, json=body).text.splitlines()
