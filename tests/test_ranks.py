@@ -410,7 +410,7 @@ def test_weights_that_were_gathered_before_are_not_used_again(tmp_path):
 
 def train_with_full_disk(config, folder, display, **options):
     """A run with a save after each step; the second rank's disk is full at its second save."""
-    calls, full = itertools.count(1), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    calls, full = itertools.count(1), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a file")
     second = lambda *_: ranks.rank() == 1 and next(calls) == 2
     safetensors_file.write_file = raising(full, safetensors_file.write_file, second)
     saving.SAVE_SECONDS = -1
