@@ -6,6 +6,7 @@ import stat
 import string
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -98,11 +99,9 @@ class RecordDocument(Document):
 def _verified(path: Path, digest: str, read: Callable[[blake2b], Iterator[str]]) -> Iterator[str]:
     """Yield the blocks of `read(hasher)`. Raises ValueError if `read` fails or the digest differs."""
     hasher, intact = blake2b(digest_size=16), False
-    try:
+    with suppress(OSError, ValueError):
         yield from read(hasher)
         intact = hasher.hexdigest() == digest
-    except (OSError, ValueError):
-        pass
     if not intact:
         raise ValueError(f"{path}: changed while it was being read; start again")
 
@@ -262,13 +261,12 @@ def holds_records(file: SourceFile, asked: bool = False) -> bool:
         return True
     if not (file.named or name.endswith(JSON)):
         return False
-    try:
+    with suppress(ValueError, OSError):
         is_object = isinstance(first_row(file.path), dict)
         if file.named:
             return is_object or name.endswith(JSON)
         return is_object and file_format(file.path) == "a JSON list"
-    except (ValueError, OSError):
-        return False
+    return False
 
 
 def record_documents(

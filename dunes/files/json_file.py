@@ -79,11 +79,10 @@ def read_lines(path: Path) -> list[bytes]:
 
 def parse_line(text: bytes) -> dict[str, Any] | None:
     """The JSON object in a line; None if the line is not a JSON object, or has a key twice."""
-    try:
+    with suppress(ValueError, RecursionError):
         record = json.loads(text.decode(), object_pairs_hook=unique_keys)
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) else None
+        return record if isinstance(record, dict) else None
+    return None
 
 
 def read_records(
