@@ -213,11 +213,9 @@ def reset_peak_memory(device: torch.device) -> int:
 
 def resident_memory() -> int:
     """Resident memory of this process in bytes; peak resident memory on systems that report only the peak."""
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
-    except OSError:
-        return peak_memory(torch.device("cpu"))
+    with suppress(OSError), open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+    return peak_memory(torch.device("cpu"))
 
 
 def free_memory(device: torch.device) -> int:
