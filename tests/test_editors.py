@@ -112,10 +112,6 @@ def type_and_accept(editor, file, ghost):
     assert last == f"    return val{ghost}"
 
 
-def expected_line(port):
-    return ok(port, "/infill", infill(f"x = 1\n{FIRST}\n    return val", "\n"))["content"]
-
-
 @pytest.mark.skipif(not PLUGIN.is_dir() or shutil.which("vim") is None, reason=f"no vim, or no {PLUGIN}")
 @needs("pexpect", "pyte")
 def test_vim_shows_ghost_text_and_tab_takes_it(run, tmp_path):
@@ -124,7 +120,7 @@ def test_vim_shows_ghost_text_and_tab_takes_it(run, tmp_path):
     with server(run, "--acceptance", 0) as port:
         endpoint = f"let g:llama_config = {{'endpoint_fim': 'http://127.0.0.1:{port}/infill', 'endpoint': 'http://127.0.0.1:{port}/infill'}}"
         settings.write_text(f"set nocompatible noswapfile rtp^={PLUGIN}\nfiletype off\nsyntax off\n{endpoint}\n")
-        ghost = expected_line(port)
+        ghost = ok(port, "/infill", infill(f"x = 1\n{FIRST}\n    return val", "\n"))["content"]
         assert len(ghost) > 10
         type_and_accept(Terminal(["vim", "-u", str(settings), "-i", "NONE", str(file)], {}), file, ghost)
 
