@@ -236,7 +236,7 @@ class Server:
             queue.put_nowait((0, ClientDisconnect()))
 
         tasks, first = dict[int, Task](), 0
-        watchers = [asyncio.create_task(watch(receive))] if receive else []
+        watchers: list[Any] = [asyncio.create_task(watch(receive))] if receive else []
         try:
             for item in items:
                 tasks[first] = self.worker.submit(item, partial(emit, first))
