@@ -7,13 +7,14 @@ reports go through context variables, so functions need no argument for them:
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from shutil import get_terminal_size
 from time import monotonic
 from typing import TYPE_CHECKING, Self, TypeVar
 
+from dunes.context import bound
 from dunes.units import format_seconds
 
 if TYPE_CHECKING:
@@ -99,12 +100,10 @@ class Display:
         remaining = elapsed * (1 / done - 1) if can_estimate else None
         self.state(text if remaining is None else f"{text}, {format_seconds(round(remaining))} left", done)
 
-    @contextmanager
-    def own_bar(self, title: str) -> Iterator[None]:
+    def own_bar(self, title: str) -> AbstractContextManager[None]:
         """Restart the bar for the phases inside the `with` block, with a title and the remaining time."""
         self._start, self._last_line = monotonic(), -math.inf
-        with shown_by(lambda text, done: self.time_left(f"{title}: {text}", done)):
-            yield
+        return shown_by(lambda text, done: self.time_left(f"{title}: {text}", done))
 
     def line(self, text: str = "") -> None:
         """Print a line."""
@@ -130,18 +129,15 @@ class Display:
         self.console.print(text, soft_wrap=True)
 
 
-@contextmanager
-def shown_by(show: Show | None = None, scale: Callable[[float], float] = lambda done: done) -> Iterator[None]:
+def shown_by(
+    show: Show | None = None, scale: Callable[[float], float] = lambda done: done
+) -> AbstractContextManager[None]:
     """Inside the `with` block, call `show(text, scale(done))` for each report.
 
     By default, `show` is the function that shows reports outside the block.
     """
     outer = show or _show.get()
-    token = _show.set(lambda text, done: outer(text, scale(done)))
-    try:
-        yield
-    finally:
-        _show.reset(token)
+    return bound(_show, lambda text, done: outer(text, scale(done)))
 
 
 def report(text: str, done: float) -> None:
@@ -163,36 +159,23 @@ def phase(text: str, start: float = 0.0, end: float = 1.0) -> Iterator[None]:
         show(text, start + (end - start) * reached)
 
     show(text, start)
-    token = _listener.set(listen)
-    try:
+    with bound(_listener, listen):
         yield
-    finally:
-        _listener.reset(token)
 
 
-@contextmanager
-def part(start: float, end: float) -> Iterator[None]:
+def part(start: float, end: float) -> AbstractContextManager[None]:
     """Loops inside the `with` block cover the current phase from fraction `start` to fraction `end`."""
     listener = _listener.get()
-    token = _listener.set(listener and (lambda share: listener(start + (end - start) * share)))
-    try:
-        yield
-    finally:
-        _listener.reset(token)
+    return bound(_listener, listener and (lambda share: listener(start + (end - start) * share)))
 
 
 class Interrupted(Exception):
     """Raised inside `interruptible` by a loop that the user asked to stop."""
 
 
-@contextmanager
-def interruptible(asked: Callable[[], bool]) -> Iterator[None]:
+def interruptible(asked: Callable[[], bool]) -> AbstractContextManager[None]:
     """Inside the `with` block, loops over `each` and generation raise Interrupted once `asked()` is true."""
-    token = _asked.set(asked)
-    try:
-        yield
-    finally:
-        _asked.reset(token)
+    return bound(_asked, asked)
 
 
 def raise_if_asked() -> None:

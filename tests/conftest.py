@@ -161,16 +161,15 @@ def _denormal_numbers():
 @pytest.fixture
 def code(tmp_path: Path) -> Path:
     """A folder of forty small made-up programs."""
-    folder = tmp_path / "code"
+    return write_programs(tmp_path / "code")
+
+
+def write_programs(folder: Path) -> Path:
     folder.mkdir()
-    write_programs(folder)
-    return folder
-
-
-def write_programs(folder: Path) -> None:
     for i in range(40):
         lines = [f"def task_{i}_{j}(value, limit={j}):\n    return value * {i + j} + limit\n" for j in range(12)]
         (folder / f"module_{i}.py").write_text("\n".join(lines))
+    return folder
 
 
 @pytest.fixture
@@ -221,8 +220,9 @@ def toy(code, **changes):
 
 
 def change_json(path: Path, **changes) -> None:
-    """Give these keys of a JSON file other values; ... removes one."""
-    content = json.loads(path.read_text()) | changes
+    """Give these keys of a JSON file other values, which a function makes of the old one; ... removes one."""
+    content = json.loads(path.read_text())
+    content |= {key: value(content[key]) if callable(value) else value for key, value in changes.items()}
     path.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
 
 
@@ -251,6 +251,12 @@ def eventually(check, seconds=20.0, pause=0.05):
 def run_python(script, *arguments, **options):
     """A process of Python that has run this script."""
     command = [sys.executable, "-c", dedent(script), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, **options)
+
+
+def run_dunes(*arguments, **options):
+    """A process that has run `dunes` with these arguments."""
+    command = [sys.executable, "-m", "dunes", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, **options)
 
 
@@ -305,14 +311,22 @@ def count_readable(read, path, mutants) -> int:
 
 
 def equal_states(a, b):
-    """Two dictionaries of tensors have the same names, dtypes and numbers."""
-    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
+    """Two tensors, or dictionaries and lists of values, have the same names, types and numbers."""
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal_states(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(equal_states, a, b))
+    return type(a) is type(b) and a == b
 
 
-def raising(error):
-    """A function that raises this error, whatever it is called with."""
+def raising(error, call=None, when=lambda *_: True):
+    """A function that raises this error, or calls `call` where `when` is false of the arguments."""
 
-    def call(*_, **__):
-        raise error
+    def function(*arguments, **options):
+        if when(*arguments):
+            raise error
+        return call(*arguments, **options)
 
-    return call
+    return function

@@ -1,9 +1,11 @@
-"""Small models none of whose weights is zero, as those of output projections and biases are at the start."""
+"""A small BPE, and models none of whose weights is zero, as those of output projections are at the start."""
 
 from dataclasses import replace
 
 import pytest
+import tokenizers
 import torch
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from conftest import equal_states, refuses
 from dunes.augment import apply_change, repeat_structure
@@ -27,6 +29,16 @@ def random_model(family="llama", noise=0.1, seed=0, **sizes):
     """A model of these sizes and fields of its config, whose every part changes the logits."""
     model = initialise(FAMILIES[family].build(small_config(family, **sizes)), seed)
     return add_noise(model.eval(), noise, seed + 1)
+
+
+def byte_level_bpe(texts, vocab, *special):
+    """A byte-level BPE as others have it, trained on these texts; its first ids are these special tokens."""
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab, initial_alphabet=alphabet, special_tokens=[*special])
+    inner.train_from_iterator(texts, trainer)
+    return inner
 
 
 def add_noise(model, scale, seed=0):

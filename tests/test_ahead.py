@@ -44,10 +44,6 @@ def own(attention=Average, head=None):
     return Decoder(Embedding(VOCAB, 32), blocks[:2], nn.LayerNorm(32), head, ahead=ahead, ahead_weight=0.7)
 
 
-def shifted_head():
-    return own(head=ShiftedLinear(32, VOCAB))
-
-
 @pytest.fixture
 def wide(monkeypatch):
     """Everything in float64, also what is float32 in models of float64."""
@@ -103,7 +99,7 @@ MODELS = {
     "values": lambda: made(attention="values", block="sandwich", position="alibi"),
     "skips": lambda: made(skip="unet"),
     "own": own,
-    "own head": shifted_head,
+    "own head": lambda: own(head=ShiftedLinear(32, VOCAB)),
 }
 
 

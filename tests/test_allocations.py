@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from conftest import refuses
+from conftest import refuses, run_dunes
 from dunes import measure, tree
 from dunes.bench.step_memory import estimate_memory
 from dunes.bench.subject import Setting, of_shape
@@ -18,7 +18,6 @@ from dunes.models import FAMILIES, llama
 from dunes.parts import Checkpointed
 from dunes.runs.memory import Shape, inference_allocations, train_allocations
 from dunes.train import Trainer, adamw, cross_entropy
-from test_cli import dunes
 
 MB = 1_000_000
 
@@ -247,14 +246,14 @@ def test_forgetting_the_peak_lets_the_next_one_be_seen():
 def test_the_command_says_who_holds_what_and_what_if():
     shape = ["--size", "300k", "--context-length", "64", "--batch", "2", "8"]
     line = "bench", "memory", *shape, "--checkpointing", "--check"
-    done = dunes(*line, "--json")
+    done = run_dunes(*line, "--json")
     assert done.returncode == 0, done.stderr
     small, large = json.loads(done.stdout)["results"]
     assert small["peak"] < large["peak"]
     for one in (small, large):
         assert one["tensors"] == one["peak"] == sum(one["kinds"].values())
         assert one["checkpointing"]
-    assert "process grew by" in dunes(*line).stdout
+    assert "process grew by" in run_dunes(*line).stdout
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

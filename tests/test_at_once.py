@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from adapters import trained
-from conftest import eventually
+from conftest import eventually, raising
 from dunes import augment, checkpoint
 from dunes.checkpoint import state
 from dunes.checkpoint.card import read_consistently
@@ -101,13 +101,8 @@ def test_adapters_and_models_saved_into_one_folder_are_one_or_the_other(tmp_path
 
 def test_an_adapter_is_saved_over_a_model_whose_save_was_interrupted(tmp_path, monkeypatch):
     save_model(base := tmp_path / "base", 1)
-    model, replace = trained(augmented(small(1))), os.replace
-
-    def interrupted(source, target):
-        if Path(target).name == "dunes.json":
-            raise KeyboardInterrupt
-        replace(source, target)
-
+    model = trained(augmented(small(1)))
+    interrupted = raising(KeyboardInterrupt(), os.replace, lambda _, target: Path(target).name == "dunes.json")
     monkeypatch.setattr(os, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
         save_model(tmp_path / "out", 2)

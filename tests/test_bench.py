@@ -212,10 +212,7 @@ def test_a_folder_of_our_own_form_is_measured_as_what_it_holds(tmp_path):
 def model_folder(tmp_path_factory):
     """A model that a short run made."""
     root = tmp_path_factory.mktemp("bench")
-    code = root / "code"
-    code.mkdir()
-    write_programs(code)
-    assert train(toy(code, steps=11, complete=False), root / "<b>run", display()[0]) == 0
+    assert train(toy(write_programs(root / "code"), steps=11, complete=False), root / "<b>run", display()[0]) == 0
     return root / "<b>run"
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import refuses
+from conftest import refuses, run_dunes
 from dunes import checkpoint
 from dunes.models import llama
 from dunes.text import Tokenizer
@@ -118,8 +118,7 @@ def finetuning_in(folder, code):
     """A file for results, a base, and examples."""
     base, data = folder / "base", folder / "data.jsonl"
     size = ("--size", "300k", "--context-length", "64", "--batch", "4", "--steps", "3")
-    command = [sys.executable, "-m", "dunes", "train", str(code), "--out", str(base), *size]
-    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    run_dunes("train", code, "--out", base, *size, check=True, timeout=300)
     data.write_text("".join(f'{{"prompt": "{i} and 1?", "completion": "{i + 1}"}}\n' for i in range(300)))
     return folder / "rows.jsonl", base, data
 

@@ -1,6 +1,5 @@
 """Folders that transformers wrote with bitsandbytes: every dense weight as bitsandbytes dequantizes it."""
 
-import json
 import logging
 import shutil
 import sys
@@ -11,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from adapters import IDS
-from conftest import refuses
+from conftest import change_json, refuses
 from dunes import checkpoint
 
 pytestmark = [
@@ -91,7 +90,6 @@ def test_damaged_files_are_refused(folders, tmp_path, part, changed, message):
 
 def test_other_quantizations_are_refused(folders, tmp_path):
     folder = shutil.copytree(folders["nf4-False"][0], tmp_path / "other")
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] |= {"load_in_4bit": False, "load_in_8bit": True}
-    (folder / "config.json").write_text(json.dumps(config))
+    other = {"load_in_4bit": False, "load_in_8bit": True}
+    change_json(folder / "config.json", quantization_config=lambda settings: settings | other)
     refuses("quantized with 'bitsandbytes'; supported are plain weights", checkpoint.load, folder)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken
 
 from conftest import refuses
 from dunes.data import examples, read_records, tokenize_records, trained_spans
@@ -21,6 +21,7 @@ from dunes.text.templates import (
     find_template,
     get_template,
 )
+from small_models import byte_level_bpe
 
 SPECIAL = (
     "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
@@ -175,12 +176,8 @@ CASES = [(name, which) for which, (names, _) in TALKS.items() for name in names]
 @pytest.fixture(scope="module")
 def tokenizer():
     """Byte pairs trained here; `<tool_call>` and `<think>` are words to it."""
-    inner = tokenizers.Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
     words = [json.dumps(TOOLS), *(m["content"] or "" for _, talk in TALKS.values() for m in talk)]
-    inner.train_from_iterator(words, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet))
+    inner = byte_level_bpe(words, 400)
     inner.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL])
     return Tokenizer(inner)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from adapters import trained
-from conftest import refuses
+from conftest import refuses, run_dunes
 from dunes import checkpoint
 from dunes.augment import attach, quantize
 from dunes.checkpoint import LoadedModel
@@ -17,7 +17,6 @@ from dunes.inference.chat import Chat, ChatEngine, ChatModel, load_chat_engine, 
 from dunes.text.templates import Turn, attach_template, encode_prompt, get_template
 from test_adapter import pair
 from test_adapter_folders import TOKENS
-from test_cli import dunes
 from test_examples import bpe, llama3, spaced  # noqa: F401  (fixtures)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -269,11 +268,11 @@ def test_what_cannot_be_spoken_to_is_refused_before_it_is_loaded(three, monkeypa
 @pytest.mark.slow
 def test_the_verb_answers_once_or_line_by_line(three):
     want = alone(three / "one")
-    once = dunes("chat", three / "one", "ab", "--temperature", 0, "--max-tokens", 12)
+    once = run_dunes("chat", three / "one", "ab", "--temperature", 0, "--max-tokens", 12)
     assert once.returncode == 0, once.stderr
     assert once.stdout == want + "\n"
     options = ("--temperature", 0, "--max-tokens", 12, "--adapter", three / "two", "--adapter", three / "one")
-    lines = dunes("chat", three / "base", *options, text="ab\n/adapter one\n/new\nab\n/quit\nab\n")
+    lines = run_dunes("chat", three / "base", *options, input="ab\n/adapter one\n/new\nab\n/quit\nab\n")
     assert lines.returncode == 0, lines.stderr
     assert lines.stdout == f"{alone(three / 'two')}\n\n{want}\n"
 

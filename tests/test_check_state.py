@@ -31,9 +31,7 @@ def write_manifest(folder):
 def run_folder(tmp_path_factory):
     """A run of twelve steps on forty small programs, and its text."""
     base = tmp_path_factory.mktemp("whole")
-    (base / "code").mkdir()
-    write_programs(base / "code")
-    assert train(toy(base / "code"), base / "run", display()[0]) == 0
+    assert train(toy(write_programs(base / "code")), base / "run", display()[0]) == 0
     return base / "run"
 
 

@@ -90,19 +90,12 @@ def test_shards_of_an_older_save_do_not_stay(folder):
 
 def test_a_save_that_was_cut_short_anywhere_is_finished_by_the_next_load_or_save(folder, tmp_path, monkeypatch):
     stage(folder, load_file(folder / "model.safetensors"), 20_000)
-    replace, left = os.replace, []
-
-    def cut(a, b):
-        if not left:
-            raise KeyboardInterrupt
-        left.pop()
-        replace(a, b)
-
     expected = len(list((folder / ".ready").iterdir()))
     for placed in range(expected + 1):
         for finish in (finish_save, checkpoint.load):
             one = shutil.copytree(folder, tmp_path / f"one{placed}{finish.__name__}")
-            left[:] = [None] * placed
+            ends = iter([*[False] * placed, True])
+            cut = raising(KeyboardInterrupt(), os.replace, lambda *_, ends=ends: next(ends))
             with monkeypatch.context() as patch:
                 patch.setattr(os, "replace", cut)
                 with pytest.raises(KeyboardInterrupt) if placed < expected else nullcontext():
@@ -296,20 +289,10 @@ NESTED = {
 }
 
 
-def same(a, b):
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    return type(a) is type(b) and a == b
-
-
 def test_a_state_comes_back_as_it_was(tmp_path):
     path = checkpoint.save_state(tmp_path, 12, NESTED)
     assert path.name == "step-000012"
-    assert same(checkpoint.load_state(path), NESTED)
+    assert equal_states(checkpoint.load_state(path), NESTED)
     with pytest.raises(TypeError, match=r"a\.b: a training state cannot contain a set"):
         checkpoint.save_state(tmp_path, 13, {"a": {"b": {1}}})
     assert checkpoint.latest_state(tmp_path) == path, "a state that cannot be written leaves the old one"
@@ -336,7 +319,7 @@ def test_tensors_that_did_not_change_are_written_once(tmp_path, monkeypatch):
     def save(step):
         values = {"best": dict(best), "weights": torch.full((3,), float(step)), "step": step}
         folder = checkpoint.save_state(tmp_path, step, checkpoint.snapshot(values, ["best"]))
-        assert same(checkpoint.load_state(folder), values)
+        assert equal_states(checkpoint.load_state(folder), values)
         assert checkpoint.latest_state(tmp_path) == folder
         return folder
 

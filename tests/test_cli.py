@@ -32,11 +32,6 @@ from dunes.text.templates import TEMPLATES
 from dunes.units import plural
 
 
-def dunes(*arguments, text=None):
-    line = [sys.executable, "-m", "dunes", *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, text=True, input=text, timeout=200)
-
-
 def test_help_comes_without_torch_and_each_verb_shows_an_example():
     script = """
         import sys

@@ -27,8 +27,7 @@ SCORED = "used for both calibration and scoring"
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    write_programs(folder := tmp_path_factory.mktemp("programs"))
-    return folder
+    return write_programs(tmp_path_factory.mktemp("programs") / "code")
 
 
 @pytest.fixture(scope="module")

@@ -269,7 +269,6 @@ def test_suggestions_of_typed_lines_are_as_probable_as_given_what_is_typed(width
 
 
 def test_a_suggestion_goes_on_at_the_cursor_also_inside_a_token():
-    engine = engine_of([("a.py", CODE)])
     line = "    result = width * height + 5\n"
     for text in (CODE, CODE.replace("\n", "\r\n"), CODE.replace("    ", "\t")):
         body = line.replace("    ", "\t") if "\t" in text else line
@@ -703,10 +702,6 @@ def train_to(folder, source, **changes):
     return training_output(toy(source, complete=True, **changes), folder, **options)
 
 
-def checkpoint_test_files(run):
-    return split_documents(json.loads((run / "dunes.json").read_text())).test
-
-
 @pytest.mark.slow
 def test_a_run_indexes_its_files_and_fits_a_gate(programs, tmp_path, capsys):
     run = tmp_path / "run"
@@ -715,7 +710,7 @@ def test_a_run_indexes_its_files_and_fits_a_gate(programs, tmp_path, capsys):
     assert {*facts["thresholds"]} == {"word"}
     assert facts["mixed_loss"] < facts["loss"]
     names = {name for name, _ in index.texts()}
-    tested = len(checkpoint_test_files(run))
+    tested = len(split_documents(json.loads((run / "dunes.json").read_text())).test)
     assert len(names) == 12 - tested < 12, "those of the validation part, too, once the run has ended"
     assert all((programs / name).read_text() == text for name, text in index.texts())
     draft = programs / "draft.py"

@@ -342,9 +342,8 @@ PARAMS = {"dim": 48, "n_layers": 2, "n_heads": 6, "norm_eps": 1e-5, "vocab_size"
 @pytest.mark.parametrize(
     ("params", "expected"),
     [
-        ({"hidden_dim": 72, "sliding_window": 8}, {"rope_theta": 1e4, "model_type": "mistral"}),
-        ({"hidden_dim": 72, "sliding_window": 8}, {"sliding_window": 8}),
-        ({"hidden_dim": 72, "_sliding_window": "8"}, {"sliding_window": 8}),
+        ({"hidden_dim": 72, "sliding_window": 8}, {"model_type": "mistral", "sliding_window": 8}),
+        ({"hidden_dim": 72, "_sliding_window": "8"}, {"rope_theta": 1e4, "sliding_window": 8}),
         ({"hidden_dim": 72, "sliding_window": [8, 8]}, {"sliding_window": 8}),
         ({"hidden_dim": 72}, {"rope_theta": 1e6, "sliding_window": None, "max_position_embeddings": 32768}),
         ({"multiple_of": 16}, {"intermediate_size": 128, "model_type": "llama", "max_position_embeddings": 4096}),

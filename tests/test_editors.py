@@ -27,13 +27,12 @@ from dunes.serve.editors import config
 from test_serve import (  # noqa: F401  (fixtures)
     BEFORE,
     end_training,
-    ended,
     in_training,
     infill,
     ok,
     programs,
     run,
-    started,
+    server,
 )
 
 pytestmark = pytest.mark.slow
@@ -113,24 +112,17 @@ def type_and_accept(editor, file, ghost):
     assert last == f"    return val{ghost}"
 
 
-def expected_line(port):
-    return ok(port, "/infill", infill(f"x = 1\n{FIRST}\n    return val", "\n"))["content"]
-
-
 @pytest.mark.skipif(not PLUGIN.is_dir() or shutil.which("vim") is None, reason=f"no vim, or no {PLUGIN}")
 @needs("pexpect", "pyte")
 def test_vim_shows_ghost_text_and_tab_takes_it(run, tmp_path):
-    process, port = started(run, "--acceptance", 0, "--no-follow")
     file, settings = tmp_path / "new.py", tmp_path / "vimrc"
     file.write_text("x = 1\n")
-    endpoint = f"let g:llama_config = {{'endpoint_fim': 'http://127.0.0.1:{port}/infill', 'endpoint': 'http://127.0.0.1:{port}/infill'}}"
-    settings.write_text(f"set nocompatible noswapfile rtp^={PLUGIN}\nfiletype off\nsyntax off\n{endpoint}\n")
-    try:
-        ghost = expected_line(port)
+    with server(run, "--acceptance", 0) as port:
+        endpoint = f"let g:llama_config = {{'endpoint_fim': 'http://127.0.0.1:{port}/infill', 'endpoint': 'http://127.0.0.1:{port}/infill'}}"
+        settings.write_text(f"set nocompatible noswapfile rtp^={PLUGIN}\nfiletype off\nsyntax off\n{endpoint}\n")
+        ghost = ok(port, "/infill", infill(f"x = 1\n{FIRST}\n    return val", "\n"))["content"]
         assert len(ghost) > 10
         type_and_accept(Terminal(["vim", "-u", str(settings), "-i", "NONE", str(file)], {}), file, ghost)
-    finally:
-        assert ended(process) == (0, "")
 
 
 def loaded_by_its_own(program):
@@ -203,9 +195,8 @@ def test_vs_code_shows_ghost_text_and_tab_takes_it(run, tmp_path, name):
     file = tmp_path / "project" / name
     file.parent.mkdir()
     file.write_text(f"x = 1\n{FIRST}\n    return\n")
-    process, port = started(run, "--acceptance", 0, "--no-follow")
-    settings = config("vscode", f"http://127.0.0.1:{port}", "").partition("\n")[2]
-    try:
+    with server(run, "--acceptance", 0) as port:
+        settings = config("vscode", f"http://127.0.0.1:{port}", "").partition("\n")[2]
         expected = ok(port, "/infill", infill(f"x = 1\n{FIRST}\n    return ", "\n"))["content"]
         with code_server(tmp_path, settings) as address, sync_playwright() as play:
             browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
@@ -228,8 +219,6 @@ def test_vs_code_shows_ghost_text_and_tab_takes_it(run, tmp_path, name):
             page.keyboard.press("Control+S")
             assert eventually(lambda: file.read_text().splitlines()[2] == f"    return {expected}")
             browser.close()
-    finally:
-        assert ended(process) == (0, "")
 
 
 class Neovim:
@@ -294,9 +283,8 @@ def test_neovim_completes_inline_with_the_lines_that_are_printed(run, tmp_path, 
 
 @pytest.fixture(scope="module")
 def clients_port(run):
-    process, port = started(run, "--acceptance", 0, "--no-follow")
-    yield port
-    assert ended(process) == (0, "")
+    with server(run, "--acceptance", 0) as port:
+        yield port
 
 
 @needs("openai")

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-from conftest import eventually, refuses
+from conftest import eventually, raising, refuses
 from dunes.data.examples import ignored_line, read_records
 from teacher import endpoint
 from teacher.endpoint import Answer, Budget, Endpoint, FailedAttempt, Ledger, Tokens, ask_all
@@ -373,11 +373,7 @@ def test_a_damaged_log_loses_its_damaged_lines_alone(tmp_path, capsys):
 @pytest.mark.parametrize("limit", [20, 1000])
 def test_a_log_that_cannot_be_written_ends_the_run(tmp_path, monkeypatch, limit):
     """Others wait for the budget that the request has reserved."""
-
-    def fails(*args, **more):
-        raise OSError("the disk is full")
-
-    monkeypatch.setattr(Ledger, "end", fails)
+    monkeypatch.setattr(Ledger, "end", raising(OSError("the disk is full")))
     source = Ledger(tmp_path / "log", Budget(limit))
     answers = ask_all(Scripted(), str, source, in_flight=4, needed=lambda: 4)
     with pytest.raises(OSError, match="the disk is full"):

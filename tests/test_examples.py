@@ -13,7 +13,7 @@ from hashlib import blake2b
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from conftest import metaspace_tokenizer, refuses
 from dunes.data import (
@@ -44,6 +44,7 @@ from dunes.text.templates import (
     encode_segments,
     get_template,
 )
+from small_models import byte_level_bpe
 
 TASK = {"instruction": "Add {them}.", "input": "1 and {instruction}", "output": "Three.\nReally"}
 WANTED = [Turn("user", "Hi"), Turn("assistant", "Ho")]
@@ -67,12 +68,7 @@ def bpe():
 @pytest.fixture(scope="module")
 def llama3():
     """Of the make of llama 3's: a special token in front of a text, others around the roles."""
-    inner = tokenizers.Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    inner.train_from_iterator([WORDS], trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet))
-    return read_config(inner, LLAMA3_TOKENS)
+    return read_config(byte_level_bpe([WORDS], 320), LLAMA3_TOKENS)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """What goes wrong on real machines: flipped bits, cut files, full disks, kills at any moment."""
 
 import errno
+import itertools
 import os
 import random
 import re
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 import killed_runs
-from conftest import display, refuses, toy, training_output
+from conftest import display, raising, refuses, toy, training_output
 from dunes import checkpoint
 from dunes.checkpoint.weights import safetensors_file
 from dunes.files import atomic
@@ -295,16 +296,8 @@ def test_what_does_not_fit_is_refused_before_a_byte_is_written(kind, tmp_path, m
 
 def full(times):
     """A disk that is full for the first so many saves."""
-    left = [times]
-    real = checkpoint.save_state
-
-    def store(*arguments):
-        left[0] -= 1
-        if left[0] >= 0:
-            raise OSError(errno.ENOSPC, "12.0 MB are needed and 3.0 MB are free", str(arguments[0]))
-        return real(*arguments)
-
-    return store
+    error, saves = OSError(errno.ENOSPC, "12.0 MB are needed and 3.0 MB are free"), itertools.count(1)
+    return raising(error, checkpoint.save_state, lambda *_: next(saves) <= times)
 
 
 def test_a_save_that_fails_does_not_end_a_run_unless_it_is_strict(code, tmp_path, monkeypatch):

@@ -1,8 +1,9 @@
 """Any module in each slot of a decoder: called as the slot is, adapted, or refused with the slot's name."""
 
+from functools import partial
+
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from conftest import refuses
@@ -10,20 +11,10 @@ from dunes import tree
 from dunes.generate import generate
 from dunes.parts import MLP, Attention, Block, Decoder, Embedding, RMSNorm
 from dunes.parts.context import supports_packing
+from own_parts import Convolution
 
 DIM, VOCAB = 16, 40
 IDS = torch.arange(20).view(2, 10) * 7 % VOCAB
-
-
-class Convolution(nn.Module):
-    """Mixes tokens, causally, and takes x alone."""
-
-    def __init__(self):
-        super().__init__()
-        self.convolution = nn.Conv1d(DIM, DIM, 3)
-
-    def forward(self, x):
-        return self.convolution(F.pad(x.transpose(1, 2), (2, 0))).transpose(1, 2)
 
 
 class NoLayer(nn.Module):
@@ -62,11 +53,11 @@ PLAIN = [
     ("attn", lambda: nn.Linear(DIM, DIM), True),
     ("attn", lambda: nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()), True),
     ("attn", nn.Identity, True),
-    ("attn", Convolution, False),
+    ("attn", partial(Convolution, DIM), False),
     ("attn", Own, False),
     ("block", lambda: nn.Linear(DIM, DIM), True),
     ("mlp", nn.Identity, True),
-    ("mlp", Convolution, False),
+    ("mlp", partial(Convolution, DIM), False),
     ("norm", nn.Identity, True),
     ("attn_post_norm", lambda: nn.LayerNorm(DIM), True),
     ("head", lambda: nn.Linear(DIM, VOCAB), True),

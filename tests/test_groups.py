@@ -11,6 +11,7 @@ from torch.optim import lr_scheduler as schedulers
 from conftest import refuses
 from dunes import train
 from dunes.train import Trainer
+from test_fast import set_all
 
 BATCHES = [torch.randn(6, 4, generator=torch.Generator().manual_seed(i)) for i in range(12)]
 
@@ -103,14 +104,6 @@ def changed(change, make=OPTIMIZERS["sgd"], steps=6, **options):
         if step.number == 3:
             change(trainer)
     return model, trainer
-
-
-def set_all(name, value):
-    def change(trainer):
-        for group in trainer.optimizer.param_groups:
-            group[name] = value
-
-    return change
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS)

@@ -3,7 +3,6 @@
 import json
 import os
 import string
-import subprocess
 import sys
 import warnings
 from functools import partial
@@ -13,7 +12,7 @@ import tokenizers
 import yaml
 from tokenizers import processors
 
-from conftest import change_json, display, refuses, toy
+from conftest import change_json, display, refuses, run_dunes, toy
 from dunes.evaluate.tasks import run_tasks
 from dunes.runs.train import train
 
@@ -180,8 +179,7 @@ def test_sampling_is_repeatable(lm_eval, tasks, code, tmp_path):
 def test_the_command_prints_a_table_and_keeps_the_full_results(lm_eval, tasks, code, tmp_path):
     folder, out = trained(code, tmp_path / "run"), tmp_path / "full.json"
     names = ["--tasks", "dunes_choices,dunes_lines", "dunes_texts", "--task-folder", tasks, "--limit", 5]
-    line = [sys.executable, "-m", "dunes", "eval", folder, *names, "--out", out]
-    done = subprocess.run([*map(str, line)], capture_output=True, text=True, env=os.environ | OFFLINE, timeout=200)
+    done = run_dunes("eval", folder, *names, "--out", out, env=os.environ | OFFLINE, timeout=200)
     assert done.returncode == 0, done.stderr
     full = json.loads(out.read_text())
     accuracy = f"{full['results']['dunes_choices']['acc,none']:.4f}"

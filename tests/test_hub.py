@@ -5,8 +5,6 @@ import os
 import re
 import shutil
 import socket
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from hashlib import sha1, sha256
@@ -20,7 +18,7 @@ import pytest
 import torch
 from huggingface_hub import _tree_cache, constants, snapshot_download, utils
 
-from conftest import display, refuses, toy
+from conftest import display, refuses, run_python, toy
 from dunes import checkpoint
 from dunes.checkpoint import hub
 from dunes.checkpoint import open as opening
@@ -438,8 +436,7 @@ def test_with_nothing_but_the_environment_and_quiet_where_there_is_no_terminal(s
     code = "import sys; from dunes import checkpoint; print(checkpoint.locate_model(sys.argv[1]).folder)"
     env = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
     env |= {"HF_ENDPOINT": site.address, "HF_HOME": str(tmp_path / "home")}
-    command = [sys.executable, "-c", code, "org/tiny"]
-    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
+    run = run_python(code, "org/tiny", env=env, timeout=60, check=True)
     assert Path(run.stdout.strip()).is_relative_to(tmp_path / "home")
     assert run.stderr == ""
     assert all("/org/tiny/" in path for _, path in site.log), "no other question"

@@ -1,7 +1,6 @@
 """What is said of the machine is so."""
 
 import os
-import subprocess
 import sys
 import threading
 from itertools import count
@@ -10,7 +9,7 @@ from time import process_time, sleep
 import pytest
 import torch
 
-from conftest import eventually
+from conftest import eventually, run_python
 from dunes import cores, measure
 from dunes.checkpoint.weights.lazy_tensor import MappedFile
 from dunes.cores import share_cores
@@ -260,8 +259,7 @@ def test_the_users_own_choice_of_waiting_is_respected(told):
         code += "import dunes.cores as cores; cores.share_cores(); print(threading.active_count(), "
         code += "os.environ.get('GOMP_SPINCOUNT'), os.environ.get('OMP_WAIT_POLICY'))"
         unset = {k: v for k, v in os.environ.items() if k not in cores.OWN_CHOICE}
-        command = [sys.executable, "-c", code.format(told)]
-        return subprocess.run(command, env=unset | given, capture_output=True, check=True).stdout.decode().split()
+        return run_python(code.format(told), env=unset | given, check=True).stdout.split()
 
     assert chosen() == (["2", "None", "None"] if told else ["1", "3000", "None"])
     assert chosen(GOMP_SPINCOUNT="7") == ["1", "7", "None"]

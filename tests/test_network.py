@@ -9,9 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
-from conftest import change_json, refuses
+from conftest import change_json, equal_states, refuses
 from dunes import checkpoint, tree
 from dunes.checkpoint.architecture import import_build
 from own_networks import NETWORKS, ConvNet, Rows, Tied, empty
@@ -29,10 +28,6 @@ def other(build):
     return network.eval()
 
 
-def same(a, b):
-    return all(torch.equal(x, y) for x, y in zip(tree_leaves(a), tree_leaves(b), strict=True))
-
-
 @pytest.mark.parametrize("name", NETWORKS)
 def test_weights_are_the_same_bits_again_and_ties_hold(name, tmp_path):
     build, example = NETWORKS[name]
@@ -42,12 +37,12 @@ def test_weights_are_the_same_bits_again_and_ties_hold(name, tmp_path):
     before = {k: id(p) for k, p in loaded.named_parameters()}
     assert checkpoint.load_weights(loaded, tmp_path / "w")["accuracy"] == 0.9
     assert sorted(p.name for p in (tmp_path / "w").iterdir()) == ["dunes.json", "model.safetensors"]
-    assert same(network.state_dict(), loaded.state_dict())
-    assert same(network(x), loaded(x))
+    assert equal_states(network.state_dict(), loaded.state_dict())
+    assert equal_states(network(x), loaded(x))
     assert {k: id(p) for k, p in loaded.named_parameters()} == before
     again = build().eval()
     assert checkpoint.load_weights(again, tmp_path / "w" / "model.safetensors") == {}
-    assert same(network(x), again(x))
+    assert equal_states(network(x), again(x))
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "net.body."])
@@ -56,7 +51,7 @@ def test_a_prefix_of_all_names_in_a_file_is_removed_and_told(prefix, tmp_path):
     torch.save({prefix + k: v for k, v in network.state_dict().items()}, tmp_path / "w.pt")
     with pytest.warns(UserWarning, match=r"w\.pt: tensors are read without '.*\.' in their names$"):
         checkpoint.load_weights(loaded, tmp_path / "w.pt")
-    assert same(loaded.state_dict(), network.state_dict())
+    assert equal_states(loaded.state_dict(), network.state_dict())
     odd = {prefix + k: v for k, v in network.state_dict().items()} | {f"{prefix}odd": torch.ones(1)}
     torch.save(odd, tmp_path / "w.pt")
     refuses(r"odd \(1,\) is not a weight .* are read without ", checkpoint.load_weights, loaded, tmp_path / "w.pt")
@@ -84,13 +79,13 @@ def test_a_network_and_its_function_are_one_folder(tmp_path, monkeypatch):
     refuses(words, checkpoint.load, tmp_path / "net", build=ConvNet)
     fresh = ConvNet(classes=3)
     checkpoint.load_weights(fresh, tmp_path / "net")
-    assert same(fresh.state_dict(), network.state_dict())
+    assert equal_states(fresh.state_dict(), network.state_dict())
     prefixed = {f"_orig_mod.{k}": v for k, v in network.state_dict().items()}
     save_file(prefixed, tmp_path / "net" / "model.safetensors")
     change_json(tmp_path / "net" / "dunes.json", files={})
     with pytest.warns(UserWarning, match="tensors are read without '_orig_mod.' in their names"):
         loaded = checkpoint.load_network(tmp_path / "net", build=ConvNet)
-    assert same(loaded.state_dict(), network.state_dict())
+    assert equal_states(loaded.state_dict(), network.state_dict())
 
 
 def test_a_function_of_others_is_imported_only_with_trust_code(tmp_path, monkeypatch, command):
@@ -120,9 +115,7 @@ def test_a_function_of_others_is_imported_only_with_trust_code(tmp_path, monkeyp
 
 
 def rename(folder, name):
-    card = json.loads((folder / "dunes.json").read_text())
-    card["family"]["function"] = name
-    (folder / "dunes.json").write_text(json.dumps(card))
+    change_json(folder / "dunes.json", family=lambda family: family | {"function": name})
 
 
 @pytest.mark.parametrize(
@@ -186,7 +179,7 @@ def test_every_difference_is_named_and_nothing_is_changed(tmp_path):
     before = {k: v.clone() for k, v in network.state_dict().items()}
     caught = refuses("does not fit this ConvNet", checkpoint.load_weights, network, tmp_path)
     assert all(name in caught for name in ("head.weight", "extra.weight", "unused.weight", "dropout"))
-    assert same(before, network.state_dict())
+    assert equal_states(before, network.state_dict())
     refuses("dropout", checkpoint.load_weights, ConvNet(dropout=0.1), tmp_path)
     refuses("conv1.bias", checkpoint.load_weights, ConvNet().bfloat16(), tmp_path / "model.safetensors")
     refuses("load_weights", checkpoint.load_network, tmp_path)
@@ -212,7 +205,7 @@ def test_a_file_may_repeat_a_tied_weight_but_not_with_other_values(tmp_path):
     torch.save(state, tmp_path / "all.pt")
     loaded = Tied()
     checkpoint.load_weights(loaded, tmp_path / "all.pt")
-    assert same(loaded.state_dict(), network.state_dict())
+    assert equal_states(loaded.state_dict(), network.state_dict())
     assert loaded.out.weight is loaded.first.weight
     save_file(state | {"out.weight": state["out.weight"] + 1}, tmp_path / "other.safetensors")
     words = r"out\.weight is a tensor of its own, not the same tensor as first\.weight"
@@ -231,7 +224,7 @@ def test_networks_without_shapes_or_values_are_refused_by_the_name_of_a_tensor(t
     refuses("angles has no values, and no file has them", checkpoint.load_weights, angles, tmp_path / "angles")
     assert not (tmp_path / "w").exists()
     checkpoint.load_weights(meta, tmp_path / "rows")  # which gives it values
-    assert same(meta.state_dict(), other(Rows).state_dict())
+    assert equal_states(meta.state_dict(), other(Rows).state_dict())
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
@@ -265,7 +258,7 @@ def test_a_compiled_network_is_kept_as_what_it_was_made_from(tmp_path):
     checkpoint.save_weights(torch.compile(tied := other(Tied), backend="eager"), tmp_path / "tied")
     plain = Tied()
     checkpoint.load_weights(plain, tmp_path / "tied")
-    assert same(plain.state_dict(), tied.state_dict()), "under its own names"
+    assert equal_states(plain.state_dict(), tied.state_dict()), "under its own names"
 
 
 class Remembers(nn.Linear):

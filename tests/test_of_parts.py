@@ -1,14 +1,12 @@
 """Each named part in each of its uses, and an own part through them all by documented names."""
 
-import subprocess
-import sys
 from itertools import repeat
 
 import pytest
 import torch
 from torch.func import functional_call
 
-from conftest import refuses, refuses_command
+from conftest import refuses, refuses_command, run_dunes
 from dunes import checkpoint, tree
 from dunes.augment import apply_change, attach, merge, quantize
 from dunes.flags import PARTS
@@ -222,11 +220,6 @@ def build(vocab, dim, depth, context_length):
 '''
 
 
-def dunes(*words, folder):
-    command = [sys.executable, "-m", "dunes", *map(str, words)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
-
-
 @pytest.mark.slow
 def test_a_function_that_the_command_names_needs_no_further_trust_in_it(code, tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
@@ -251,20 +244,20 @@ def test_a_function_that_the_command_names_needs_no_further_trust_in_it(code, tm
 def test_an_own_attention_is_trained_completes_compiles_learns_lora_is_saved_and_loaded(code, tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     size = ("--size", "2x64", "--tokenizer", "bytes", "--threads", "1")
-    trained = dunes(
-        "train", code, "--parts", "own.py:build", "--steps", "30", *size, "--out", "run", folder=tmp_path
+    trained = run_dunes(
+        "train", code, "--parts", "own.py:build", "--steps", "30", *size, "--out", "run", cwd=tmp_path
     )
     assert trained.returncode == 0, trained.stderr
     assert "dunes complete run --trust-code" in trained.stdout or "dunes serve run --trust-code" in trained.stdout
-    refused = dunes("generate", "run", "def", folder=tmp_path)
+    refused = run_dunes("generate", "run", "def", cwd=tmp_path)
     assert "built by own.py:build, which is not imported automatically" in refused.stderr
     (tmp_path / "own.py").write_text(OWN.replace("GatedMLP(dim, 2 * dim)", "GatedMLP(dim, 2 * dim, torch.tanh)"))
     resume = ("train", "--resume", "--out", "run", "--steps", "40", "--override", "steps", "--trust-code")
-    assert "the model" in dunes(*resume, folder=tmp_path).stderr
+    assert "the model" in run_dunes(*resume, cwd=tmp_path).stderr
     (tmp_path / "own.py").write_text(OWN)
-    line = dunes("complete", "run", f"{code}/module_1.py:2:9", "--trust-code", folder=tmp_path)
+    line = run_dunes("complete", "run", f"{code}/module_1.py:2:9", "--trust-code", cwd=tmp_path)
     assert line.returncode == 0, line.stderr
-    compiled = dunes("compile", "run", "--trust-code", folder=tmp_path)
+    compiled = run_dunes("compile", "run", "--trust-code", cwd=tmp_path)
     assert compiled.returncode == 0, compiled.stderr
     loaded = checkpoint.load(tmp_path / "run", build=built_by(OWN))
     change = attach(loaded.model, rank=4, where="blocks.**")

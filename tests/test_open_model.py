@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers
 
 from conftest import change_json, display, metaspace_tokenizer, raising, refuses, training_output, write_programs
 from dunes import checkpoint, measure
@@ -36,23 +36,15 @@ from dunes.serve.fields import Refused
 from dunes.serve.follow import Follower
 from dunes.serve.served_model import LoadedFolder, ServedModel, base_stamp
 from dunes.text import Tokenizer
-from small_models import random_model
+from small_models import byte_level_bpe, random_model
 
 IDS = torch.arange(12)[None]
 PLACE = "def task_1_3(va", "", "module_1.py"
 
 
-def foreign_tokenizer():
-    """A byte-level BPE without fill-in-the-middle tokens."""
-    inner = tokenizers.Tokenizer(models.BPE())
-    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
-    inner.train_from_iterator(["def task(value, limit):\n    return value * limit\n"] * 3, trainer)
-    return Tokenizer(inner)
-
-
-FOREIGN = foreign_tokenizer()
+TEXTS = ["def task(value, limit):\n    return value * limit\n"] * 3
+FOREIGN = Tokenizer(byte_level_bpe(TEXTS, 300, "<|endoftext|>"))
+"""Has no fill-in-the-middle tokens."""
 
 
 def write_base(folder, family="llama", tokenizer=FOREIGN, **sizes):
@@ -90,9 +82,7 @@ def logits(folder):
 @pytest.fixture(scope="module")
 def run(base, tmp_path_factory, _small_fits):
     folder = tmp_path_factory.mktemp("run")
-    (folder / "code").mkdir()
-    write_programs(folder / "code")
-    training_output(config(base, folder / "code"), folder / "run")
+    training_output(config(base, write_programs(folder / "code")), folder / "run")
     return folder / "run"
 
 

@@ -31,6 +31,7 @@ from dunes.runs.finetune_data import FinetuneData
 from dunes.runs.saving import METRICS, read_metrics
 from dunes.text import Tokenizer, templates
 from dunes.train.loss import dpo_loss, next_token_loss, orpo_loss
+from small_models import random_model
 from test_finetune import ALL, base_in, finetuned, stopped
 from test_ranks import run_ranks
 from test_runs import assert_same_training
@@ -57,12 +58,7 @@ PAIRS = [pair(0, 5, 4, 7), pair(1, 2, 9, 3), pair(2, 8, 1, 2), pair(3, 3, 15, 21
 
 
 def network(family, dtype=torch.float64, seed=0):
-    torch.manual_seed(seed)
-    module = FAMILIES[family]
-    made = module.build(module.Config.from_size(VOCAB, 32, 2, CONTEXT)).to(dtype)
-    for p in made.parameters():
-        p.data.add_(torch.randn_like(p) * 0.1)
-    return made
+    return random_model(family, seed=seed, vocab=VOCAB, context=CONTEXT).to(dtype)
 
 
 def answer_probs(model, side):

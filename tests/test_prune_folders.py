@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from conftest import display, equal_states, refuses
+from conftest import change_json, display, equal_states, refuses
 from dunes import checkpoint, tree
 from dunes.augment.options import Prune
 from dunes.augment.prune import masked_places
@@ -85,8 +85,7 @@ def test_calibration_has_as_many_tokens_as_asked(base, pruned):
 def test_where_the_training_text_is_gone_int4_rounds_to_nearest_and_solvers_ask_for_text(base, pruned, tmp_path):
     folder, gone, text = tmp_path / "gone", tmp_path / "text", str(pruned.parent / "text.txt")
     shutil.copytree(base, folder)
-    card = json.loads((folder / "dunes.json").read_text())
-    (folder / "dunes.json").write_text(json.dumps(card | {"trained": {"sources": [text, str(gone)]}}))
+    change_json(folder / "dunes.json", trained={"sources": [text, str(gone)]})
     said = f"method rtn: the text of the model's training is gone ({gone}); --calibration FILE uses gptq"
     small = {"kind": "int4", "group": 32}
     assert quantize_folder(folder, tmp_path / "int4", **small)[-1] == said

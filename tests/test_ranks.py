@@ -1,6 +1,7 @@
 """Several processes of one run, as torchrun starts them, have one process's losses, files and errors."""
 
 import errno
+import itertools
 import json
 import os
 import re
@@ -409,29 +410,18 @@ def test_weights_that_were_gathered_before_are_not_used_again(tmp_path):
 
 def train_with_full_disk(config, folder, display, **options):
     """A run with a save after each step; the second rank's disk is full at its second save."""
-    write, calls = safetensors_file.write_file, []
-
-    def fail(path, weights):
-        calls.append(path)
-        if ranks.rank() == 1 and len(calls) == 2:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        write(path, weights)
-
-    safetensors_file.write_file, saving.SAVE_SECONDS = fail, -1
+    calls, full = itertools.count(1), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a file")
+    second = lambda *_: ranks.rank() == 1 and next(calls) == 2
+    safetensors_file.write_file = raising(full, safetensors_file.write_file, second)
+    saving.SAVE_SECONDS = -1
     return train(config, folder, display, **options)
 
 
 def train_with_failing_sync(config, folder, display, **options):
     """A run with a save after each step, in one of which the metrics cannot be synchronised to the disk."""
-    sync, calls = saving.fsync_path, []
-
-    def fail(path):
-        calls.append(path)
-        if len(calls) == 2:
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-        sync(path)
-
-    saving.fsync_path, saving.SAVE_SECONDS = fail, -1
+    calls, failure = itertools.count(1), OSError(errno.EIO, os.strerror(errno.EIO))
+    saving.fsync_path = raising(failure, saving.fsync_path, lambda *_: next(calls) == 2)
+    saving.SAVE_SECONDS = -1
     return train(config, folder, display, **options)
 
 
@@ -452,11 +442,8 @@ def test_a_save_that_fails_before_it_begins_is_skipped_by_all(code, tmp_path):
 
 
 def train_with_failing_check(config, folder, display, **options):
-    def fail(run):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     if ranks.rank() == 1:
-        run_module.Run.validate = fail
+        run_module.Run.validate = raising(OSError(errno.EIO, os.strerror(errno.EIO)))
     return train(config, folder, display, **options)
 
 
@@ -523,14 +510,8 @@ def test_only_the_torchrun_command_that_started_a_run_goes_on_with_it(tmp_path, 
 
 def train_on_own_disk(config, folder, display):
     """A run whose folder the second rank does not see, since the machines do not share it."""
-    touch = Path.touch
-
-    def fail(path, *arguments):
-        if ".dunes-" in str(path) and ranks.rank() == 1:
-            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-        touch(path, *arguments)
-
-    Path.touch = fail
+    missing = OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+    Path.touch = raising(missing, Path.touch, lambda path, *_: ".dunes-" in str(path) and ranks.rank() == 1)
     return train(config, folder, display)
 
 

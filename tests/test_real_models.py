@@ -3,14 +3,13 @@
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from adapters import difference
+from conftest import run_dunes
 from dunes import checkpoint
 from dunes.generate import generate
 from real_models import smollm2
@@ -21,8 +20,7 @@ PROMPT = "def fibonacci(n):\n"
 
 
 def dunes(*arguments):
-    line = [sys.executable, "-m", "dunes", *map(str, arguments)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=380)
+    done = run_dunes(*arguments, timeout=380)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_hook
 
-from conftest import display, eventually, metaspace_tokenizer, refuses, toy, training_output
+from conftest import display, equal_states, eventually, metaspace_tokenizer, refuses, toy, training_output
 from dunes import checkpoint, measure
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.card import has_own_form
@@ -42,16 +42,16 @@ from dunes.runs.train import TrainTask, train
 from dunes.runs.train_config import TrainConfig, parse_size
 from dunes.text import KINDS, Tokenizer
 from dunes.tree import count
-from test_checkpoint import same
 
 
 def assert_same_training(folder, other, file="model.safetensors"):
     """The same weights and state of the optimizer, losses of all steps to the last bit, and file of weights."""
     states = [checkpoint.load_state(checkpoint.latest_state(f)) for f in (folder, other)]
     for name in ("weights", "best_weights", "best_step", "trainer", "schedule"):
-        assert same(*(state[name] for state in states)), name
-    logs = [[r for r in read_metrics(f / "metrics.jsonl") if "loss" in r] for f in (folder, other)]
-    exact = [[(r["step"], r["loss_hex"], r["lr_scale"], r.get("bits_per_byte")) for r in log] for log in logs]
+        assert equal_states(*(state[name] for state in states)), name
+    logs = [read_metrics(f / "metrics.jsonl") for f in (folder, other)]
+    names = ("step", "loss_hex", "lr_scale", "validation_loss", "bits_per_byte")
+    exact = [[[r.get(name) for name in names] for r in log if "loss" in r] for log in logs]
     assert exact[0] == exact[1]
     assert (folder / file).read_bytes() == (other / file).read_bytes()
 
@@ -123,6 +123,16 @@ def stop(config, folder, step, monkeypatch):
     with monkeypatch.context() as patch:
         stopping_at(step, patch)
         return training_output(config, folder, status=130)
+
+
+def train_in_halves(config, folder, step, monkeypatch):
+    """A run that is stopped during this step and resumed, which changes nothing."""
+    straight, halves = folder / "straight", folder / "halves"
+    assert train(config, straight, display()[0]) == 0
+    stop(config, halves, step, monkeypatch)
+    assert train(TrainConfig(), halves, display()[0], resume=True) == 0
+    assert_same_training(straight, halves)
+    return halves
 
 
 @pytest.mark.slow
@@ -632,11 +642,8 @@ def test_training_goes_on_without_an_output_or_a_terminal(code, tmp_path):
     ],
 )
 def test_a_mixture_trains_from_scratch_and_resumes_exactly(options, code, tmp_path, monkeypatch):
-    train(toy(code, **options), tmp_path / "whole", display()[0])
-    stop(toy(code, **options), tmp_path / "run", 6, monkeypatch)
-    assert train(toy(code, **options), tmp_path / "run", display()[0], resume=True) == 0
-    assert_same_training(tmp_path / "whole", tmp_path / "run")
-    whole = checkpoint.load(tmp_path / "whole")
+    run = train_in_halves(toy(code, **options), tmp_path, 6, monkeypatch)
+    whole = checkpoint.load(run)
     moe = whole.model.blocks[0].mlp
     assert len(moe.experts) == options.get("experts", 8)
     assert moe.top_k == options.get("experts_per_token", 2)
@@ -644,11 +651,11 @@ def test_a_mixture_trains_from_scratch_and_resumes_exactly(options, code, tmp_pa
     assert has_own_form(whole.card) == ("balancing" in options)
     if "balancing" in options:
         assert moe.selection_bias.abs().max() > 0
-        refuses("no Hugging Face config describes", export, tmp_path / "run", tmp_path / "hf")
-    steps = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in r]
+        refuses("no Hugging Face config describes", export, run, tmp_path / "hf")
+    steps = [r for r in read_metrics(run / "metrics.jsonl") if "loss" in r]
     for step in steps:
         load = step["metrics"]["expert_load"]
         assert [len(layer) for layer in load] == [len(moe.experts)] * len(whole.model.blocks)
         violations = [max(layer) / (moe.top_k / len(moe.experts)) - 1 for layer in load]
         assert step["metrics"]["MaxVio"] == pytest.approx(sum(violations) / len(load), abs=1e-3)
-    assert (tmp_path / "run" / "expert_load.png").stat().st_size > 10_000
+    assert (run / "expert_load.png").stat().st_size > 10_000

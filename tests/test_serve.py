@@ -15,7 +15,7 @@ import threading
 import time
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ import pytest
 import torch
 from starlette.testclient import TestClient
 
-from conftest import display, eventually, raising, refuses_command, toy
+from conftest import display, eventually, raising, refuses_command, run_python, toy
 from dunes import checkpoint, measure
 from dunes.checkpoint import load_with_tokenizer
 from dunes.cli.serve import Editor
@@ -91,6 +91,16 @@ def ended(process, number=signal.SIGTERM):
     return status, errors
 
 
+@contextmanager
+def server(*args, errors=""):
+    """The port of a server, which ends well after the `with` block and writes this to stderr."""
+    process, port = started(*args, "--no-follow")
+    try:
+        yield port
+    finally:
+        assert ended(process) == (0, errors)
+
+
 @pytest.fixture(scope="module")
 def port(run):
     process, port = started(run, "--acceptance", 0)
@@ -99,14 +109,20 @@ def port(run):
     assert ended(process) == (0, ""), "nothing was printed, and SIGTERM ends it well"
 
 
-def ask(port, path, body=None, headers=(), method=None):
+def reply_to(port, path, body=None, headers=()):
+    """Status, headers and bytes of a reply."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-    connection.request(method or ("GET" if data is None else "POST"), path, data, dict(headers))
+    connection.request("GET" if data is None else "POST", path, data, dict(headers))
     reply = connection.getresponse()
     content = reply.read()
     connection.close()
-    return reply.status, content
+    return reply.status, reply.headers, content
+
+
+def ask(*asked, **more):
+    status, _, content = reply_to(*asked, **more)
+    return status, content
 
 
 def ok(port, path, body=None):
@@ -583,18 +599,15 @@ def test_explained_tokens_have_the_probabilities_of_the_suggestion(port):
         ("/infill", infill("a", "b", input_extra=[{"text": 3}]), 400, "input_extra[0].text"),
         ("/v1/completions", {"prompt": "a", "n": 99}, 400, "'n'"),
         ("/v1/completions", {"prompt": "a", "temperature": -1}, 400, "temperature"),
-        ("/v1/completions", {"prompt": "a", "logit_bias": {"3": 1}}, 400, "logit_bias"),
         ("/v1/completions", {"prompt": [1, -3]}, 400, "token -3"),
         ("/v1/completions", {}, 400, "prompt"),
         ("/v1/completions", {"prompt": "a", "suffix": "b", "logprobs": 1}, 400, "log-probabilities"),
         ("/v1/completions", {"prompt": "a", "stream": True, "stream_options": 3}, 400, "stream_options"),
         ("/completion", {"prompt": ["x"] * 40, "n_cmpl": 4}, 400, "160 choices"),
-        ("/completion", {"prompt": "a", "mirostat": 2}, 400, "mirostat"),
         ("/completion", {"prompt": "x = 1\n" * 500_000}, 400, "exceeds the available context size"),
         ("/infill", infill("a", "b", filename="/" + "a/" * 200_000), 400, "filename"),
         ("/infill", infill("a", "b", filename="a\0b"), 400, "filename"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, 400, "no chat template"),
-        ("/api/generate", {"prompt": "a", "format": "json"}, 400, "format"),
         ("/v1/responses", {}, 404, "File Not Found"),
         ("/v1/completions", b"{", 400, "not JSON"),
         ("/v1/completions", b'{"prompt":"' + b"x" * (4 << 20) + b'"}', 413, "4194304 bytes"),
@@ -741,17 +754,13 @@ def test_a_folders_running_server_is_asked_to_complete(run, tmp_path, capsys, mo
     assert complete_by_server(run, BEFORE, "\n", file) is None
     verbs.complete(str(run), f"{file}:{line}:{column}")
     expected = capsys.readouterr().out
-    process, _ = started(run, "--no-follow")
-    try:
+    with server(run):
         monkeypatch.setattr("dunes.checkpoint.locate_model", None)  # nothing is loaded
         verbs.complete(str(run), f"{file}:{line}:{column}")
         assert capsys.readouterr().out == expected
         script = "import sys; from dunes.cli import verbs; verbs.complete(*sys.argv[1:])"
         script += "; assert 'torch' not in sys.modules"
-        command = [sys.executable, "-c", script, str(run), f"{file}:{line}:{column}"]
-        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == expected
-    finally:
-        assert ended(process) == (0, "")
+        assert run_python(script, run, f"{file}:{line}:{column}", check=True).stdout == expected
     assert complete_by_server(run, BEFORE, "\n", file) is None, "a server that has ended is not known"
     with socket.socket(socket.AF_UNIX) as dead:  # a server that was killed leaves its socket
         dead.bind(str(socket_file(run)))
@@ -765,8 +774,8 @@ def test_a_folders_running_server_is_asked_to_complete(run, tmp_path, capsys, mo
 @pytest.mark.slow
 def test_several_models_and_adapters_are_named_and_share_a_batch(three, run):  # noqa: F811
     adapters = ["--adapter", three / "one", "--adapter", three / "two"]
-    process, port = started(three / "base", *adapters, "--no-follow")
-    try:
+    said = "one, two: served with the context length of base, 200 tokens\n"
+    with server(three / "base", *adapters, errors=said) as port:
         assert [m["id"] for m in ok(port, "/v1/models")["data"]] == ["base", "one", "two"]
         assert ok(port, "/props?model=two")["model_alias"] == "two"
         assert ok(port, "/api/show", {"model": "two:latest"})
@@ -781,17 +790,11 @@ def test_several_models_and_adapters_are_named_and_share_a_batch(three, run):  #
         with ThreadPoolExecutor(9) as pool:
             names = ["one", "two", "base"] * 3
             assert list(pool.map(answer, names)) == [expected[name] for name in names]
-    finally:
-        said = "one, two: served with the context length of base, 200 tokens\n"
-        assert ended(process) == (0, said)
-    process, port = started(run, three / "base", "--no-follow")
-    try:
+    with server(run, three / "base") as port:
         status, content = ask(port, "/v1/completions", {"prompt": "a", "model": "other"})
         assert status == 404
         assert "run, base" in json.loads(content)["error"]["message"]
         assert ok(port, "/infill", infill(BEFORE, "\n", model="run"))["content"].startswith("ue_3")
-    finally:
-        assert ended(process) == (0, "")
 
 
 def test_replies_have_the_reference_servers_keys_and_types(port):
@@ -929,13 +932,7 @@ def test_a_client_that_never_reads_frees_the_model(worker, monkeypatch):
 
 @pytest.mark.parametrize("path", ["/api/generate", "/v1/completions"])
 def test_an_error_amid_a_stream_has_the_form_of_the_paths_clients(path, worker, monkeypatch):
-    push = Row.push
-
-    def pushed(row, token):
-        if row.answer.new_tokens:
-            raise RuntimeError("no memory left")
-        push(row, token)
-
+    pushed = raising(RuntimeError("no memory left"), Row.push, lambda row, _: row.answer.new_tokens)
     monkeypatch.setattr(Row, "push", pushed)
     body = {"prompt": "def task_", "stream": True} | ({"raw": True} if path.startswith("/api") else {})
     lines = TestClient(app.Server(worker).app(), "http://localhost").post(path, json=body).text.splitlines()

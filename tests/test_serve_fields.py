@@ -1,6 +1,5 @@
 """What requests to a server ask for: messages of every role, fields that change a text, and names of models."""
 
-import http.client
 import json
 import socket
 from pathlib import Path
@@ -21,7 +20,7 @@ from dunes.text.templates import Turn, encode_prompt, find_template
 from test_adapter import pair
 from test_adapter_folders import TOKENS
 from test_chat_tools import ASKED, call, calls, result, source
-from test_serve import ended, row_fed_with, started
+from test_serve import reply_to, row_fed_with, server
 
 USER = {"role": "user", "content": "ab"}
 CHAT, TEXT, GENERATE = "/v1/chat/completions", "/v1/completions", "/api/generate"
@@ -40,20 +39,15 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def port(folder):
-    process, port = started(folder, "--acceptance", 0, "--no-follow")
-    yield port
-    assert ended(process) == (0, "")
+    with server(folder, "--acceptance", 0) as port:
+        yield port
 
 
-def ask(port, path, body=None, method=None):
+def ask(port, path, body=None):
     """Status, headers and JSON of a reply, or the lines of a stream."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-    connection.request(method or ("GET" if body is None else "POST"), path, body and json.dumps(body))
-    reply = connection.getresponse()
-    data = reply.read().decode()
-    connection.close()
-    lines = [json.loads(line.removeprefix("data: ")) for line in data.splitlines() if "{" in line]
-    return reply.status, reply.headers, lines if len(lines) > 1 else lines[0]
+    status, headers, data = reply_to(port, path, body)
+    lines = [json.loads(line.removeprefix("data: ")) for line in data.decode().splitlines() if "{" in line]
+    return status, headers, lines if len(lines) > 1 else lines[0]
 
 
 def said(reply):

@@ -23,7 +23,7 @@ from dunes import checkpoint
 from dunes.serve.app import Gate
 from dunes.serve.fields import Refused
 from dunes.serve.http import DeadlineProtocol, open_sockets
-from dunes.serve.requests import Answer, LineRequest
+from dunes.serve.requests import Answer, TextRequest
 from dunes.serve.worker import Task
 from dunes.studio.app import Studio, build
 from dunes.studio.folders import find_entries
@@ -275,7 +275,7 @@ def test_a_model_that_does_not_fit_is_refused_unread(tmp_path, monkeypatch):
 async def parts_of(models, folder, count):
     """The first parts of an answer, and its task after the stream has ended."""
     key, parts = await models.open(str(folder)), []
-    async with aclosing(models.stream(key, LineRequest("a"))) as stream:
+    async with aclosing(models.stream(key, TextRequest("a"))) as stream:
         async for part in stream:
             parts.append(part.text)
             if len(parts) == count:
@@ -289,8 +289,6 @@ def test_a_stream_yields_the_parts_and_its_end_cancels_the_task(models, tmp_path
     assert (parts, task.is_cancelled()) == (["a", "b", "c"], True)
     parts, task = asyncio.run(parts_of(ServedModels(), tmp_path, 1))
     assert (parts, task.is_cancelled()) == (["a"], True)
-    FakeWorker.events = ([Answer("best"), Answer("second")],)
-    assert asyncio.run(parts_of(ServedModels(), tmp_path, 9))[0] == ["best", "second"]
     FakeWorker.events = (KeyError("x"),)
     with pytest.raises(Refused, match="KeyError"):
         asyncio.run(parts_of(ServedModels(), tmp_path, 1))

@@ -30,7 +30,7 @@ from dunes.train import IGNORE, Trainer, muon
 from dunes.train.loss import next_token_loss
 from small_models import random_model
 from test_changes import KINDS
-from test_runs import assert_same_training, stop
+from test_runs import stop, train_in_halves
 
 TOKENIZER = Tokenizer.train("bpe", ["def task(value):\n    return value\n"] * 3, 300)
 
@@ -51,11 +51,6 @@ def converted(tmp_path_factory):
 def going_on(base, code, **changes):
     fixed = {"batch": 4, "context_length": 32, "steps": 12, "lr": 0.01, "dtype": "float32", "threads": 1}
     return TrainConfig(sources=(str(code),), base=str(base), **{"complete": False} | fixed | changes)
-
-
-def losses(folder):
-    records = read_metrics(folder / "metrics.jsonl")
-    return [(r["step"], r.get("loss_hex"), r.get("validation_loss")) for r in records]
 
 
 @pytest.mark.parametrize(
@@ -161,15 +156,11 @@ def test_stopped_and_resumed_is_straight_bit_for_bit(names, trainable, converted
     monkeypatch.setitem(CHANGES, "expand", expansion)
     monkeypatch.setitem(KINDS, "noisy", ("experts", {"experts": 4, "gate": "noisy"}))
     base = changed(converted, tmp_path / "base", *names)
-    config, straight, halves = going_on(base, code, trainable=trainable), tmp_path / "a", tmp_path / "b"
+    config = going_on(base, code, trainable=trainable)
     advice = memory_advice(config, partial(outline_with_base, config, checkpoint.load(base)))
     assert "this run needs about" in advice, "estimated on fake tensors"
-    assert train(config, straight, display()[0]) == 0
-    stop(config, halves, 5, monkeypatch)
-    assert train(TrainConfig(), halves, display()[0], resume=True) == 0
-    assert losses(straight) == losses(halves)
-    assert_same_training(straight, halves)
-    before, after = checkpoint.load(base).model.state_dict(), checkpoint.load(straight).model.state_dict()
+    run = train_in_halves(config, tmp_path, 5, monkeypatch)
+    before, after = (checkpoint.load(folder).model.state_dict() for folder in (base, run))
     assert before.keys() == after.keys()
     differing = {name for name in before if not torch.equal(before[name], after[name])}
     assert differing, "it learned"
@@ -177,18 +168,15 @@ def test_stopped_and_resumed_is_straight_bit_for_bit(names, trainable, converted
         new = {("expand",): "blocks.1.", ("noisy",): "router"}.get(names, "adapters")
         part = new if trainable == ("new",) else "blocks.1."
         assert all(part in n or ".3." in n for n in differing), "nothing else changed"
-    assert checkpoint.load(straight).architecture == checkpoint.load(base).architecture
+    assert checkpoint.load(run).architecture == checkpoint.load(base).architecture
 
 
 def test_parameters_learn_at_their_rates_and_as_long_as_before(converted, code, tmp_path, monkeypatch):
     monkeypatch.setitem(CHANGES, "expand", expansion)
     base = changed(converted, tmp_path / "base", "expand")
     config = going_on(base, code, lr_factors=("all=1e-9", "new=2"))
-    assert train(config, tmp_path / "a", display()[0]) == 0
-    stop(config, tmp_path / "b", 5, monkeypatch)
-    assert train(TrainConfig(), tmp_path / "b", display()[0], resume=True) == 0
-    assert_same_training(tmp_path / "a", tmp_path / "b")
-    before, after = (checkpoint.load(folder).model.state_dict() for folder in (base, tmp_path / "a"))
+    run = train_in_halves(config, tmp_path, 5, monkeypatch)
+    before, after = (checkpoint.load(folder).model.state_dict() for folder in (base, run))
     moved = {name for name in before if (before[name] - after[name]).abs().max() > 1e-5}
     assert moved
     assert all(".3." in name or "blocks.1." in name for name in moved)
@@ -205,13 +193,8 @@ def test_a_stack_of_all_changes_is_saved_loaded_and_resumed_bit_for_bit(converte
         augment_folder(base, tmp_path / name, name, **request)
         base = tmp_path / name
     config = going_on(base, code, trainable=("**.adapters.**",), steps=4, lr=2e-3)
-    straight, halves = tmp_path / "a", tmp_path / "b"
-    assert train(config, straight, display()[0]) == 0
-    stop(config, halves, 2, monkeypatch)
-    assert train(TrainConfig(), halves, display()[0], resume=True) == 0
-    assert losses(straight) == losses(halves)
-    assert (straight / "model.safetensors").read_bytes() == (halves / "model.safetensors").read_bytes()
-    before, loaded = checkpoint.load(base), checkpoint.load(straight)
+    run = train_in_halves(config, tmp_path, 2, monkeypatch)
+    before, loaded = checkpoint.load(base), checkpoint.load(run)
     states = before.model.state_dict(), loaded.model.state_dict()
     differing = {name for name in states[0] if not torch.equal(states[0][name], states[1][name])}
     assert any(".experts.3." in name for name in differing)
@@ -219,7 +202,7 @@ def test_a_stack_of_all_changes_is_saved_loaded_and_resumed_bit_for_bit(converte
     assert [change["name"] for change in records(loaded)] == [*stack]
     assert not torch.equal(before.model(IDS), loaded.model(IDS))
     unmerged = "a mixture of LoRA experts depends on the input: it cannot be merged"
-    for folder in (base, straight):
+    for folder in (base, run):
         refuses(unmerged, export, folder, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
 

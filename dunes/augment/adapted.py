@@ -229,6 +229,12 @@ def how_to_make_dense(module: nn.Module | None) -> str:
     )
 
 
+def not_plain(name: str, module: nn.Module | None) -> ValueError:
+    """The error for a module that should be a plain linear layer, with advice on how to get one."""
+    kind = "no module" if module is None else type(module).__name__
+    return ValueError(f"{name} is {kind}; expected a plain linear layer: {how_to_make_dense(module)}")
+
+
 def dense(module: nn.Module) -> Tensor:
     """The dense weight of a linear layer (O, I) or of an embedding (I, O), dequantized if necessary."""
     make = getattr(module, "dense", None)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dunes import tree
-from dunes.augment.adapted import how_to_make_dense
+from dunes.augment.adapted import not_plain
 from dunes.augment.change import modules_at
 from dunes.ops.expert_products import one_by_one
 from dunes.ops.float32_products import add_gram, mirror
@@ -207,10 +207,7 @@ def _plain_linears(decoder: Decoder, names: Collection[str]) -> dict[str, nn.Lin
     for name in names:
         module = modules.get(name)
         if not isinstance(module, nn.Linear):
-            actual = "no module" if module is None else type(module).__name__
-            raise ValueError(
-                f"{name} is {actual}; calibration needs dense linear layers: {how_to_make_dense(module)}"
-            )
+            raise not_plain(name, module)
         if not name.startswith("blocks.") and name != "head":
             raise ValueError(f"{name}: only the head and layers of blocks can be calibrated")
     return {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}

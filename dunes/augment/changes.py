@@ -1,7 +1,7 @@
 """The table of all kinds of change to a model, and functions that make, repeat and undo changes."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from dunes.augment import expand, experts, lora, lora_experts, prune, prune_units, quantization, routing, upcycle
 from dunes.augment.change import Change, Part
 from dunes.augment.options import OPTIONS
+from dunes.context import prefix_errors
 
 Tensors: TypeAlias = Mapping[str, Tensor]
 """Tensors by name, from a state dict."""
@@ -108,13 +109,10 @@ def repeat_structure(model: nn.Module, change: Change) -> None:
         _entry(change).shape(model, change)
 
 
-@contextmanager
-def _undamaged(change: Change) -> Iterator[None]:
+def _undamaged(change: Change) -> AbstractContextManager[None]:
     """A context that turns errors caused by a damaged record into ValueError."""
-    try:
-        yield
-    except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
-        raise ValueError(f"the record of the change {change.name} is damaged: {error!r}") from None
+    errors = LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError
+    return prefix_errors(f"the record of the change {change.name} is damaged", errors, describe=repr)
 
 
 def undo_change(model: nn.Module, change: Change) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dunes import tree
-from dunes.augment.adapted import how_to_make_dense, keeps_zeros, linear_of
+from dunes.augment.adapted import keeps_zeros, linear_of, not_plain
 from dunes.augment.calibrate import Gram, assign_weight, calibrate_blocks, calibration_tokens, require_text
 from dunes.augment.change import Change, Part, modules_at, part_name
 from dunes.augment.gptq import Hessian, hessian, sweep
@@ -71,10 +71,7 @@ def _find_linears(model: nn.Module, globs: list[str]) -> dict[str, nn.Linear]:
         if isinstance(place.module, nn.Linear):
             linears[place.name] = place.module
         elif not any(True for _ in tree.innermost(place.module).children()):
-            raise ValueError(
-                f"{place.name} is {type(place.module).__name__}; expected a plain linear layer: "
-                f"{how_to_make_dense(place.module)}"
-            )
+            raise not_plain(place.name, place.module)
     return linears
 
 

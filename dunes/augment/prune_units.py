@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dunes import tree
-from dunes.augment.adapted import how_to_make_dense, linear_of, order_matters
+from dunes.augment.adapted import linear_of, not_plain, order_matters
 from dunes.augment.calibrate import require_ids
 from dunes.augment.change import Change, modules_at
 from dunes.augment.experts import ROWS, input_gradients
@@ -90,13 +90,13 @@ def _units(model: Decoder, request: Mapping[str, Any]) -> Iterator[tuple[str, tu
                 raise ValueError(
                     f"{name}: heads cannot be removed from {reason}; remove neurons or blocks instead"
                 )
-            groups = _sides(name, module.k)[0] // module.head_dim
-            size = _sides(name, module.q)[0] // module.head_dim // groups
+            groups = _sides(f"{name}.k", module.k)[0] // module.head_dim
+            size = _sides(f"{name}.q", module.q)[0] // module.head_dim // groups
             if heads % size or not 0 < heads // size <= groups:
                 raise ValueError(f"{name}: heads is {heads}; expected a multiple of {size} up to {groups * size}")
             yield f"{name}.out", ("groups", groups, heads // size)
         elif isinstance(module, MLP | GatedMLP) and (neurons is not None or experts is not None):
-            hidden = _sides(name, module.down)[1]
+            hidden = _sides(f"{name}.down", module.down)[1]
             count = hidden if neurons is None else neurons
             if not 0 < count <= hidden:
                 raise ValueError(f"{name}: neurons is {count}; expected 1 to {hidden}")
@@ -116,9 +116,7 @@ def _why_heads_stay(attn: Attention) -> str:
 
 def _sides(name: str, linear: Any) -> tuple[int, int]:
     if not tree.is_dense(linear):
-        raise ValueError(
-            f"{name} has a {type(linear).__name__}; expected a plain linear layer: {how_to_make_dense(linear)}"
-        )
+        raise not_plain(name, linear)
     return linear.out_features, linear.in_features
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dunes import tree
-from dunes.augment.adapted import how_to_make_dense
+from dunes.augment.adapted import not_plain
 from dunes.augment.change import Change, generator, modules_at, put_modules
 from dunes.augment.options import Upcycle
 from dunes.models.mixtral import mixture
@@ -122,10 +122,7 @@ def find_mlps(model: nn.Module, where: tree.Where) -> dict[str, Any]:
             raise ValueError(f"{place}: already a mixture of experts; make the change to the dense model")
         for name, layer in {"": module, **dict(module.named_children())}.items():
             if type(layer) not in (MLP, GatedMLP) and not tree.is_dense(layer):
-                raise ValueError(
-                    f"{place}{'.' * bool(name)}{name} is {type(layer).__name__}; expected a plain linear layer: "
-                    f"{how_to_make_dense(layer)}"
-                )
+                raise not_plain(f"{place}{'.' * bool(name)}{name}", layer)
     return selected
 
 

@@ -29,6 +29,7 @@ from dunes.augment import Change, repeat_structure
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, in_memory
 from dunes.checkpoint.weights.safetensors_file import CODES, quote
 from dunes.checkpoint.weights.state_dict_diff import FLOATS, SHOWN, Difference
+from dunes.context import prefix_errors, replaced
 from dunes.files.atomic import tensor_digests
 from dunes.files.model_file import cards_trusted
 from dunes.models import FAMILIES, build_on_meta, family_of, refusal
@@ -293,6 +294,10 @@ def _equal_tensors(a: Tensor, b: Tensor) -> bool:
     return is_alike and tensor_digests(a, [a.dtype]) == tensor_digests(b, [b.dtype])
 
 
+def _reason(error: Exception) -> str:
+    return " ".join(f"{'' if type(error) is ValueError else type(error).__name__ + ': '}{error}".split())[:300]
+
+
 def import_build(name: str, folder: Path) -> Build:
     """Import the function or class "module:name" or "file.py:name" that builds a model; errors name `folder`.
 
@@ -301,24 +306,17 @@ def import_build(name: str, folder: Path) -> Build:
     no network.
     """
     module_name, _, attributes = name.partition(":")
-    paths = [*sys.path]
-    try:
+    where = f"{folder}: built by {quote(name)}, which cannot be imported"
+    end = "; run in the folder that has its source file, or pass the function in Python: build="
+    # The imported module may raise any error.
+    with prefix_errors(where, Exception, end, _reason), replaced(sys, "path", [*sys.path, str(Path.cwd())]):
         if NAME.fullmatch(name) is None:
             raise ValueError("expected module:name; functions inside of functions cannot be imported")
-        sys.path.append(str(Path.cwd()))
         value: Any = _import_module(module_name)
         for attribute in attributes.split("."):
             value = getattr(value, attribute)
         if not callable(value) or (OURS.fullmatch(name) and not _builds_network(value, module_name)):
             raise ValueError(f"{attributes} builds no network")
-    except Exception as error:  # the imported module may raise any error
-        reason = " ".join(f"{'' if type(error) is ValueError else type(error).__name__ + ': '}{error}".split())
-        raise ValueError(
-            f"{folder}: built by {quote(name)}, which cannot be imported: {reason[:300]}; run in the folder that "
-            "has its source file, or pass the function in Python: build="
-        ) from None
-    finally:
-        sys.path[:] = paths
     return cast(Build, value)
 
 

@@ -56,6 +56,7 @@ from dunes.checkpoint.weights.safetensors_file import quote
 from dunes.checkpoint.weights.state_dict_diff import Difference, Prefix, apply_renames, compare, summarize
 from dunes.checkpoint.wheel import MODELS, cached_path, fetch_model
 from dunes.checkpoint.write import MASKED, SPECIAL_TOKENS
+from dunes.context import prefix_errors
 from dunes.files import json_file
 from dunes.files.atomic import LARGE
 from dunes.files.hub_cache import NAME
@@ -408,10 +409,8 @@ def load_decoder(opened: OpenedModel) -> Decoder:
     else:
         fill(model, weights, opened.card)
         lora.set_adapter(model, opened.card.get("adapter"))
-    try:
+    with prefix_errors(f"{opened.folder / CARD}: {MASKED!r}", (TypeError, ValueError)):
         mask_linears(model, opened.card.get(MASKED, []))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{opened.folder / CARD}: {MASKED!r}: {error}") from None
     return model
 
 
@@ -601,10 +600,8 @@ def base_folder(folder: Path, fetch: bool = True) -> Path:
     if not fetch or not isinstance(name, str) or not NAME.fullmatch(name):
         raise ValueError(f"{folder}: its base {quote(name)} does not exist; {remedy}")
     revision = peft.get("revision")
-    try:
+    with prefix_errors(f"{folder}: its base cannot be found", end=f"; or {remedy}"):
         return locate_model(name, revision if isinstance(revision, str) and revision else None).folder
-    except ValueError as error:
-        raise ValueError(f"{folder}: its base cannot be found: {error}; or {remedy}") from None
 
 
 def open_base(
@@ -683,12 +680,10 @@ def prepare_base(model: Decoder, folders: Sequence[Path], any_base: bool = False
     del weights
     if changed is None:
         return []
-    try:
+    with prefix_errors(changed / CARD):
         changes = list(map(Change.of, _changes(cards[changed])))
         for change in changes:
             make_change(model, change)
-    except ValueError as error:
-        raise ValueError(f"{changed / CARD}: {error}") from None
     weights = BaseWeights(model)
     for folder in exact:
         check_base(weights, records[folder], folder)

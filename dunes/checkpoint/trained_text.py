@@ -6,8 +6,8 @@ folder records that this user has trained on them, or inside `trust_sources` or 
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar
 from hashlib import blake2b
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 from dunes.checkpoint import cards_trusted
 from dunes.checkpoint.card import CARD
+from dunes.context import bound
 from dunes.data import Corpus, collect_corpus, hold_out_test
 from dunes.data.sources import SPLIT_VERSION, without_files
 from dunes.files.atomic import cache_home
@@ -23,14 +24,9 @@ from dunes.flags import STDLIB, is_path
 _trusted = ContextVar("trusted_sources", default=False)
 
 
-@contextmanager
-def trust_sources() -> Iterator[None]:
+def trust_sources() -> AbstractContextManager[None]:
     """Context that permits reading the training text that cards list, in this thread (`--trust-sources`)."""
-    token = _trusted.set(True)
-    try:
-        yield
-    finally:
-        _trusted.reset(token)
+    return bound(_trusted, True)
 
 
 def trained_text(card: Mapping[str, Any]) -> Mapping[str, Any]:

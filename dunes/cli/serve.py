@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import ExitStack, closing
 from contextvars import copy_context
 from functools import partial
 from pathlib import Path
@@ -77,20 +78,16 @@ def serve(
     from dunes.serve.client import listening
     from dunes.serve.worker import Worker
 
-    try:
-        folders = [checkpoint.locate_model(model).folder for model in models]
-        worker = Worker(folders, acceptance, adapter, partial(print, file=sys.stderr), not no_follow)
-    except BaseException:
+    with ExitStack() as stack:
         for listener in sockets:
-            listener.close()
-        raise
-    place = editors.url(host, sockets[0].getsockname()[1])
-    try:
+            stack.enter_context(listener)
+        folders = [checkpoint.locate_model(model).folder for model in models]
+        say = partial(print, file=sys.stderr)
+        worker = stack.enter_context(closing(Worker(folders, acceptance, adapter, say, not no_follow)))
+        place = editors.url(host, sockets[0].getsockname()[1])
         app = Server(worker).app([host, *allow_host], key)
-        with listening([] if key else folders) as own:
-            run(app, [*sockets, *own], partial(_announce, worker, models[0], place))
-    finally:
-        worker.close()
+        own = stack.enter_context(listening([] if key else folders))
+        run(app, [*sockets, *own], partial(_announce, worker, models[0], place))
     return 0
 
 

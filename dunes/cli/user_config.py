@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dunes.cli import VERBS
+from dunes.context import prefix_errors
 from dunes.flags import nearest, option
 
 FROM_FILE: ContextVar[Mapping[str, list[str]]] = ContextVar("FROM_FILE")
@@ -31,10 +32,8 @@ def file_path() -> str:
 def _section(words: Sequence[str], subcommands: Collection[str]) -> Mapping[str, Any]:
     """The section of a verb, or of a verb and its subcommand. Raises ValueError for unknown sections beside it."""
     path = file_path()
-    try:
+    with prefix_errors(f"{path} cannot be read as TOML", (OSError, ValueError)):
         section = tomllib.loads(Path(path).read_text("utf-8")) if path else {}
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as TOML: {error}") from None
     for word, known in zip(words, (VERBS, subcommands), strict=False):
         for name, value in section.items():
             if name not in known or not isinstance(value, dict):

@@ -7,8 +7,7 @@ would dominate.
 import math
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from dunes import measure
 from dunes.checkpoint import Architecture, LoadedModel
 from dunes.completion import LineCompleter, Suggestion
 from dunes.completion.completer import CopyCompleter
@@ -130,19 +130,7 @@ class FitSize:
         return cls(places, cursors, (collecting * most[0], most[1]), tuple(map(min, estimates, most)))
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Limit torch to one thread inside the `with` block, since further threads mostly wait when single tokens are
-    evaluated."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-@one_thread()
+@measure.one_thread()  # further threads mostly wait when single tokens are evaluated
 def finish_completion(
     run: Path,
     files: CompletionFiles,

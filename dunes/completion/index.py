@@ -7,7 +7,7 @@ seconds of a run, and written again at the end of the run, then including the va
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -19,12 +19,14 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from dunes.completion.text import FileTokenizer
+from dunes.context import prefix_errors
 from dunes.data import Document
 from dunes.files import json_file
 from dunes.files.atomic import write_file
 from dunes.files.model_file import find_file
 from dunes.generate.context_index import DEPTH, ContextIndex
 from dunes.generate.copying import DEPTH_BYTES, TextSource, index_ids, longest_match
+from dunes.ops.kernels import one_line
 from dunes.progress import advance, each
 from dunes.text.lines import valid_text
 
@@ -187,12 +189,8 @@ def read_record(run: Path, name: str, format: int, remedy: str) -> dict[str, Any
     return record
 
 
-@contextmanager
-def damage_reported(run: Path, subject: str, remedy: str) -> Iterator[None]:
+def damage_reported(run: Path, subject: str, remedy: str) -> AbstractContextManager[None]:
     """Errors in the `with` block, which reads a file, become a ValueError that names the damage and the remedy."""
     errors = OSError, SafetensorError, RuntimeError, LookupError, TypeError, ValueError, ArithmeticError
-    try:
-        yield
-    except (*errors, AttributeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"{run / FOLDER}: a damaged {subject} ({reason}); {remedy}") from None
+    message = f"{run / FOLDER}: a damaged {subject}"
+    return prefix_errors(message, (*errors, AttributeError), f"; {remedy}", one_line)

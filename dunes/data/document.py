@@ -6,6 +6,7 @@ import stat
 import string
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -98,11 +99,9 @@ class RecordDocument(Document):
 def _verified(path: Path, digest: str, read: Callable[[blake2b], Iterator[str]]) -> Iterator[str]:
     """Yield the blocks of `read(hasher)`. Raises ValueError if `read` fails or the digest differs."""
     hasher, intact = blake2b(digest_size=16), False
-    try:
+    with suppress(OSError, ValueError):
         yield from read(hasher)
         intact = hasher.hexdigest() == digest
-    except (OSError, ValueError):
-        pass
     if not intact:
         raise ValueError(f"{path}: changed while it was being read; start again")
 
@@ -262,13 +261,12 @@ def holds_records(file: SourceFile, asked: bool = False) -> bool:
         return True
     if not (file.named or name.endswith(JSON)):
         return False
-    try:
+    with suppress(ValueError, OSError):
         is_object = isinstance(first_row(file.path), dict)
         if file.named:
             return is_object or name.endswith(JSON)
         return is_object and file_format(file.path) == "a JSON list"
-    except (ValueError, OSError):
-        return False
+    return False
 
 
 def record_documents(
@@ -290,20 +288,13 @@ def record_documents(
     limit = validation_limit(min(hashes), max(hashes), share)
     is_validation, size = np.array(hashes) < limit, np.array(sizes)
     file_digest, documents = hasher.hexdigest(), []
+    reading = file_digest, tuple(fields), tuple((names or {}).items()), limit
     for validation in (False, True):
         digest = blake2b(f"{file_digest} {limit!r} {validation}".encode(), digest_size=16).hexdigest()
         part = size[is_validation == validation]
-        details = (
-            file_digest,
-            tuple(fields),
-            tuple((names or {}).items()),
-            limit,
-            validation,
-            content,
-            len(part),
-            0 if validation else blank,
-        )
-        documents += [RecordDocument(file.path, file.name, int(part.sum()), digest, *details)] if len(part) else []
+        counts = len(part), 0 if validation else blank
+        basics = file.path, file.name, int(part.sum()), digest
+        documents += [RecordDocument(*basics, *reading, validation, content, *counts)] if len(part) else []
     return documents
 
 

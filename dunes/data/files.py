@@ -13,6 +13,7 @@ import re
 import stat
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
@@ -88,12 +89,11 @@ def reason_by_name(file: SourceFile) -> str:
 @lru_cache(256)
 def _is_of_others(folder: Path) -> bool:
     """True if a folder or a subfolder has a licence, or a package manager's list of packages."""
-    try:
+    with suppress(OSError):
         entries = [*os.scandir(folder)]
         below = (name for e in entries if e.is_dir(follow_symlinks=False) for name in os.listdir(e.path))
         return any(map(_OF_OTHERS.fullmatch, chain((e.name for e in entries), below)))
-    except OSError:
-        return False
+    return False
 
 
 class Walk:
@@ -193,15 +193,12 @@ def parse_lines(lines: Iterable[str]) -> Lines:
 def read_rules(folder: Path) -> Rules:
     """The rules of a folder's own .gitignore; empty if this file is a link or cannot be read, as in git."""
     listing = folder / ".gitignore"
-    try:
+    with suppress(OSError):
         status = os.lstat(listing)
-        if not (stat.S_ISREG(status.st_mode) and status.st_size):
-            return []
-        # File names need not be UTF-8.
-        text = listing.read_text("utf-8-sig", "surrogateescape")
-    except OSError:
-        return []
-    return [(folder.resolve(), parse_lines(text.split("\n")))]
+        if stat.S_ISREG(status.st_mode) and status.st_size:
+            text = listing.read_text("utf-8-sig", "surrogateescape")  # file names need not be UTF-8
+            return [(folder.resolve(), parse_lines(text.split("\n")))]
+    return []
 
 
 def rules_above(path: Path, is_folder: bool) -> Rules | None:

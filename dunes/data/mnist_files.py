@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dunes.context import prefix_errors
 from dunes.data.files import open_plain
 from dunes.files.atomic import write_file
 from dunes.units import plural
@@ -79,15 +80,13 @@ def read_idx(path: Path) -> Tensor:
 
     Raises ValueError for any other file.
     """
-    try:
-        with open_plain(path) as file:
-            stream = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
-            shape = _shape(path, stream.read(4 + 4 * MAX_DIMENSIONS))
-            count = math.prod(shape)
-            stream.seek(4 + 4 * len(shape))
-            content = stream.read(count + 1)
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{path}: cannot be read: {error}; copy or download it again") from None
+    errors, end = (OSError, EOFError, zlib.error), "; copy or download it again"
+    with prefix_errors(f"{path}: cannot be read", errors, end=end), open_plain(path) as file:
+        stream = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
+        shape = _shape(path, stream.read(4 + 4 * MAX_DIMENSIONS))
+        count = math.prod(shape)
+        stream.seek(4 + 4 * len(shape))
+        content = stream.read(count + 1)
     if len(content) != count:
         raise ValueError(f"{path}: not the {count:,} bytes that its header promises; download it again")
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(shape) if count else torch.zeros(shape)

@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from dunes.context import prefix_errors
 from dunes.data.files import open_plain
 from dunes.files.json_file import unique_keys
 from dunes.files.model_file import HEAD, stand_in
@@ -85,14 +86,12 @@ def rename_fields(row: Any, names: Mapping[str, str]) -> Any:
 
 
 def _rows(path: Path, fields: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
-    try:
+    with prefix_errors(f"{path}: cannot be read", (OSError, EOFError, zlib.error)):
         if suffix := _table_suffix(path):
             yield from _table_rows(path, suffix, fields)
             return
         with _open(path) as file:
             yield from _list_rows(path, file) if _first_byte(file) == b"[" else _line_rows(path, file)
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from None
 
 
 def first_row(path: Path) -> Any:
@@ -100,7 +99,8 @@ def first_row(path: Path) -> Any:
 
     Raises ValueError if the file does not start with a row.
     """
-    try:
+    errors = OSError, EOFError, zlib.error, StopIteration, RecursionError
+    with prefix_errors(f"{path}: begins with no row", errors):
         if suffix := _table_suffix(path):
             return next(_table_rows(path, suffix))[1]
         with _open(path) as file:
@@ -108,8 +108,6 @@ def first_row(path: Path) -> Any:
                 return next(_line_rows(path, file, json.JSONDecoder()))[1]
             text = file.read(MAX_ROW_BYTES).decode("utf-8-sig", "ignore")
         return json.JSONDecoder().raw_decode(text.lstrip()[1:].lstrip())[0]
-    except (OSError, EOFError, zlib.error, StopIteration, RecursionError) as error:
-        raise ValueError(f"{path}: begins with no row: {error}") from None
 
 
 @contextmanager
@@ -143,10 +141,8 @@ def _first_byte(file: BinaryIO) -> bytes:
 
 def _list_rows(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
     text = decode_text(file.read(), str(path))
-    try:
+    with prefix_errors(f"{path}: not JSON", (ValueError, RecursionError), end=f"; {EXPECTED}"):
         listed = DECODER.decode(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not JSON: {error}; {EXPECTED}") from None
     for i, row in enumerate(listed, 1):
         yield f"{path}, row {i}", row
 

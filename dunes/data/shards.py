@@ -27,6 +27,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from dunes.context import prefix_errors
 from dunes.data.document import BLOCK, Document
 from dunes.data.fim import FILE
 from dunes.files.atomic import cache_home, folder_lock, staging_folder
@@ -274,7 +275,8 @@ def _read(folder: Path, card: dict[str, str | int]) -> Shard | None:
 def open_shard(folder: Path) -> Shard:
     """The shard in a folder. Raises ValueError if shard.json, the size or the digest is wrong."""
     hasher = sha256()
-    try:
+    errors = OSError, ValueError, LookupError, TypeError
+    with prefix_errors(f"{folder}: not a shard of tokens", errors, describe=repr):
         card = json.loads((folder / "shard.json").read_text())
         format, digest = card["format"], card["sha256"]
         shard = Shard(folder, *(card[k] for k in ("length", "size", "documents", "vocab", "key")))
@@ -282,8 +284,6 @@ def open_shard(folder: Path) -> Shard:
             while data := file.read(1 << 22):
                 hasher.update(data)
         hasher.update((folder / "starts.bin").read_bytes())
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{folder}: not a shard of tokens: {error!r}") from None
     if format != FORMAT:
         raise ValueError(f"{folder}: format {format!r}; this version reads {FORMAT}")
     size = shard.length * _dtype(shard.vocab).itemsize

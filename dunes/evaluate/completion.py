@@ -29,6 +29,7 @@ from dunes.completion.keystrokes import (
     type_file,
 )
 from dunes.completion.text import first_line, first_word
+from dunes.context import prefix_errors
 from dunes.data import collect_corpus
 from dunes.data.document import NamedText, document_texts
 from dunes.data.duplicates import content_digest
@@ -277,12 +278,10 @@ def evaluate_completion(
     training, seen_digests = list(engine.training_files), engine.seen_digests()
     name = folder.resolve().name
     with display or Display() as display, shown_by(display.time_left):
-        try:
-            with phase("comparing with the lines of the training text", end=0.5 * COPYING):
-                texts = list(islice(document_texts(documents), files))
-                scored = scored_files(texts, training, options.all_lines, seen_digests or ())
-        except ValueError as error:
-            raise ValueError(f"{', '.join(sources) or folder}: {error}") from None
+        comparing = phase("comparing with the lines of the training text", end=0.5 * COPYING)
+        with prefix_errors(", ".join(sources) or folder), comparing:
+            texts = list(islice(document_texts(documents), files))
+            scored = scored_files(texts, training, options.all_lines, seen_digests or ())
         with phase("indexing the training text", 0.5 * COPYING, COPYING):
             copy = CopyNearest.of_files(training)
         display.line(scored.report())

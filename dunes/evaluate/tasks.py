@@ -35,7 +35,8 @@ def run_tasks(
         if path is not None and not path.is_dir():
             raise ValueError(f"{option}: {path} is not a folder")
     manager = extra("lm_eval.tasks", "eval").TaskManager(include_path=task_folder and str(task_folder))
-    _check_names(tasks, manager.all_tasks)
+    if unknown := [task for task in tasks if task not in manager.all_tasks]:
+        raise ValueError(f"--tasks: unknown task {unknown[0]!r}; `lm-eval ls tasks` lists all tasks")
     from dunes.evaluate.harness import Harness
 
     with display, shown_by(display.state):
@@ -51,13 +52,6 @@ def run_tasks(
     if out is not None:
         write_file(out, json.dumps(results, indent=1, default=str).encode())
     return results
-
-
-def _check_names(tasks: Sequence[str], names: Sequence[str]) -> None:
-    """Raise ValueError for the first task that is not in `names`."""
-    for task in tasks:
-        if task not in names:
-            raise ValueError(f"--tasks: unknown task {task!r}; `lm-eval ls tasks` lists all tasks")
 
 
 def table(results: Mapping[str, Any]) -> list[str]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from dunes import checkpoint, measure, tree
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.trained_text import _trained_corpus, split_documents, trained_text
+from dunes.context import prefix_errors
 from dunes.data import Document, PackedText, TokenIds, collect_corpus, file_header
 from dunes.data.batches import join_texts, tail_start
 from dunes.data.duplicates import content_digest
@@ -175,10 +176,8 @@ def score_folder(
     validation split, or if there is no text.
     """
     loaded = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
-    try:
+    with prefix_errors(folder):
         ids, files = evaluation_tokens(loaded, sources, **options)
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from None
     return evaluate(loaded, ids), files
 
 

@@ -91,10 +91,8 @@ def staging_folder(path: Path, kept: str = "") -> Iterator[Path]:
     content.
     """
     with folder_lock(path.parent):
-        for name in (
-            f"kept-{kept}" if kept else token_hex(8),
-            token_hex(8),
-        ):  # another writer may have locked the first folder
+        # Another writer may have locked the first folder.
+        for name in (f"kept-{kept}" if kept else token_hex(8), token_hex(8)):
             folder = path.with_name(STAGED.format(name))
             folder.mkdir(exist_ok=True)
             handle = os.open(folder, _OPEN)

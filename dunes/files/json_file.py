@@ -10,6 +10,7 @@ from os.path import lexists
 from pathlib import Path
 from typing import Any
 
+from dunes.context import prefix_errors
 from dunes.files.atomic import add_path_to_errors, open_handle
 from dunes.files.model_file import read_file
 from dunes.progress import Line
@@ -31,10 +32,8 @@ def read_if_present(path: Path) -> dict[str, Any]:
 
 def parse(text: bytes, path: Path) -> dict[str, Any]:
     """Parse a JSON file's bytes into an object; `path` is for error messages. Raises ValueError like `read`."""
-    try:
+    with prefix_errors(f"{path}: not JSON", (ValueError, RecursionError)):
         content = json.loads(text.decode("utf-8-sig"), object_pairs_hook=unique_keys)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not JSON: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected an object, found {type(content).__name__}")
     return content
@@ -80,11 +79,10 @@ def read_lines(path: Path) -> list[bytes]:
 
 def parse_line(text: bytes) -> dict[str, Any] | None:
     """The JSON object in a line; None if the line is not a JSON object, or has a key twice."""
-    try:
+    with suppress(ValueError, RecursionError):
         record = json.loads(text.decode(), object_pairs_hook=unique_keys)
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) else None
+        return record if isinstance(record, dict) else None
+    return None
 
 
 def read_records(

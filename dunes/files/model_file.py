@@ -6,11 +6,12 @@ Each file must be a regular file in that folder, and not be a placeholder for a 
 import os
 import re
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import BinaryIO
+
+from dunes.context import bound
 
 HEAD = 512
 """Number of bytes at the start of a file that are checked before the file is read."""
@@ -29,17 +30,12 @@ UNFINISHED = (".incomplete", ".part", ".partial", ".crdownload", ".download", ".
 _trusted = ContextVar("trusted", default=False)
 
 
-@contextmanager
-def trust_cards(trust: bool = True) -> Iterator[None]:
+def trust_cards(trust: bool = True) -> AbstractContextManager[None]:
     """Permit, in this context and thread, the import of functions that model cards name (third-party code).
 
     The option `--trust-code` does the same. `trust=False` leaves the permission unchanged.
     """
-    token = _trusted.set(trust or cards_trusted())
-    try:
-        yield
-    finally:
-        _trusted.reset(token)
+    return bound(_trusted, trust or cards_trusted())
 
 
 def cards_trusted() -> bool:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dunes import tree
+from dunes.context import replaced
 from dunes.ops import row_products
 from dunes.ops.kernels import attempt
 from dunes.parts import Cache, Decoder
@@ -485,21 +486,10 @@ def in_float32(model: nn.Module) -> Iterator[None]:
     """Inside this context, the model's embeddings and linear layers return float32, as in a compiled step."""
     with ExitStack() as stack:
         for layer in [m for m in model.modules() if hasattr(m, "for_step")]:  # else dequantization rounds
-            stack.enter_context(replace_attribute(layer, "dtype", torch.float32))
+            stack.enter_context(replaced(layer, "dtype", torch.float32))
         forms = {function: _float(function) for function in (F.linear, F.layer_norm, F.rms_norm)}
         stack.enter_context(_OneRow(forms | {F.embedding: _embedding}))
         yield
-
-
-@contextmanager
-def replace_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside this context, an attribute of an object or module has another value."""
-    previous = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, previous)
 
 
 def _float(function: Function) -> Function:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 import dunes
 from dunes import measure, tree
+from dunes.context import replaced
 from dunes.files import atomic, json_file
 from dunes.files.atomic import cache_home, folder_lock, staging_folder
 from dunes.generate import generate
@@ -52,7 +53,6 @@ from dunes.generate.decode_graph import (
     load_native,
     model_state,
     outline,
-    replace_attribute,
     step_weights,
 )
 from dunes.generate.prefix_cache import PrefixCache
@@ -513,12 +513,12 @@ def compile_graph(
     from torch._inductor.codegen import cpp_wrapper_cpu_array_ref as wrapper
     from torch._inductor.utils import fresh_cache
 
-    limit = replace_attribute(wrapper, "MAX_STACK_ALLOCATION_SIZE", STACK)
+    limit = replaced(wrapper, "MAX_STACK_ALLOCATION_SIZE", STACK)
     # Inductor's backends, registered once per process, must be registered before one of them is replaced.
     common.init_backend_registration()
     cpu = common.device_codegens["cpu"]
     used = wrapper.CppWrapperCpuArrayRef if options is OPTIONS else cpu.cpp_wrapper_codegen
-    writer = replace_attribute(cpu, "cpp_wrapper_codegen", used)
+    writer = replaced(cpu, "cpp_wrapper_codegen", used)
     # In a temporary folder: other processes may use the usual cache; the compiler accepts no spaces in `path`.
     with TemporaryDirectory() as folder, fresh_cache(dir=folder), limit, writer:
         archive = f"{folder}/archive.pt2"

@@ -8,7 +8,7 @@ import os
 import subprocess
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -93,11 +93,10 @@ class ChatModel:
         return encode_prompt(self.template, talk, self.loaded.require_tokenizer(), variables, continues)
 
     def _supports(self, *talk: Turn) -> bool:
-        try:
+        with suppress(ValueError):
             self._render(*talk)
-        except ValueError:
-            return False
-        return True
+            return True
+        return False
 
     def _render(self, *talk: Turn) -> None:
         self.template.render(talk, add_generation_prompt=True)

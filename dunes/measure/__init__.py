@@ -18,6 +18,7 @@ from dunes.measure.machine import (
     keep_freed_memory,
     matmul_rate,
     model_flops_utilization,
+    one_thread,
     out_of_memory,
     peak_matmul_rate,
     peak_memory,
@@ -36,7 +37,7 @@ from dunes.measure.machine import (
 __all__ = [
     "DEVICES", "KINDS", "LARGE_BLOCK", "Allocation", "Allocations", "ModuleTracker", "Rate", "allocations",
     "choose_dtype", "choose_threads", "device", "fingerprint", "flush_denormals", "free_memory",
-    "keep_freed_memory", "matmul_rate", "memory_curves", "model_flops_utilization", "out_of_memory",
+    "keep_freed_memory", "matmul_rate", "memory_curves", "model_flops_utilization", "one_thread", "out_of_memory",
     "peak_matmul_rate", "peak_memory", "peak_read_rate", "processor", "read_rate", "replaced_paged_out",
     "reset_peak_memory", "resident_memory", "return_freed_memory", "set_device", "synchronize",
     "use_best_threads",

@@ -10,7 +10,7 @@ import weakref
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dunes.context import replaced
 from dunes.pictures import svg_curves
 from dunes.units import format_bytes
 
@@ -289,8 +290,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if before and allocation.operation == "held before":
                     allocation.phase, allocation.allocated = "before", 0
 
-    @contextmanager
-    def resizes(self) -> Iterator[None]:
+    def resizes(self) -> AbstractContextManager[None]:
         """Record resized storages, since `fully_shard` resizes storages to gather and free parameters."""
         original: Any = torch.UntypedStorage.resize_
 
@@ -300,11 +300,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             original(storage, size)
             self._record(storage, "resize_", "parameters")
 
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
-        try:
-            yield
-        finally:
-            torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+        return replaced(torch.UntypedStorage, "resize_", resize)
 
     def finish(self) -> None:
         """Reclassify as activations the temporaries of forward passes that are still live."""

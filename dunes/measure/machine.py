@@ -131,6 +131,13 @@ LARGE_BLOCK = 1 << 25
 """`keep_freed_memory` keeps blocks up to this many bytes, the largest value that glibc accepts."""
 
 
+def _call_glibc(name: str, *arguments: object) -> None:
+    """Call a function of glibc; does nothing on systems without glibc."""
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):  # another C library
+            getattr(ctypes.CDLL("libc.so.6"), name)(*arguments)
+
+
 def keep_freed_memory() -> None:
     """Keep freed memory in the process for the next step or layer, except blocks above LARGE_BLOCK.
 
@@ -140,19 +147,14 @@ def keep_freed_memory() -> None:
     blocks left holes of unequal sizes in the heap, and each step needed more memory than the step before.
     """
     trim_threshold, mmap_threshold = -1, -3
-    if sys.platform == "linux":
-        with suppress(OSError):  # another C library
-            libc = ctypes.CDLL("libc.so.6")
-            libc.mallopt(trim_threshold, 2**31 - 1)
-            libc.mallopt(mmap_threshold, LARGE_BLOCK)
+    _call_glibc("mallopt", trim_threshold, 2**31 - 1)
+    _call_glibc("mallopt", mmap_threshold, LARGE_BLOCK)
 
 
 def return_freed_memory() -> None:
     """Return freed memory to the system, including pages between blocks in use; the next step allocates anew."""
     gc.collect()  # a completion engine is a reference cycle that holds a model
-    if sys.platform == "linux":
-        with suppress(OSError, AttributeError):  # another C library
-            ctypes.CDLL("libc.so.6").malloc_trim(0)
+    _call_glibc("malloc_trim", 0)
 
 
 def page_out(ranges: Iterable[tuple[int, int]]) -> None:
@@ -161,13 +163,10 @@ def page_out(ranges: Iterable[tuple[int, int]]) -> None:
     Without this call, weights that were only read to be cast or quantized would stay in memory. Changed pages are
     kept.
     """
-    if sys.platform == "linux":
-        page, pageout = resource.getpagesize(), 21
-        with suppress(OSError, AttributeError):  # another C library
-            madvise = ctypes.CDLL("libc.so.6").madvise
-            for address, size in ranges:
-                start, stop = -(-address // page) * page, (address + size) // page * page
-                madvise(ctypes.c_void_p(start), ctypes.c_size_t(max(0, stop - start)), pageout)
+    page, pageout = resource.getpagesize(), 21
+    for address, size in ranges:
+        start, stop = -(-address // page) * page, (address + size) // page * page
+        _call_glibc("madvise", ctypes.c_void_p(start), ctypes.c_size_t(max(0, stop - start)), pageout)
 
 
 @contextmanager
@@ -214,11 +213,9 @@ def reset_peak_memory(device: torch.device) -> int:
 
 def resident_memory() -> int:
     """Resident memory of this process in bytes; peak resident memory on systems that report only the peak."""
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
-    except OSError:
-        return peak_memory(torch.device("cpu"))
+    with suppress(OSError), open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+    return peak_memory(torch.device("cpu"))
 
 
 def free_memory(device: torch.device) -> int:
@@ -397,6 +394,17 @@ def use_best_threads() -> None:
     torch.set_num_threads(choose_threads())
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside the `with` block, limit PyTorch to one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _usable_cores() -> int:
     return max(1, int(min(_physical_cores(), cgroup_limits()[0])))
 
@@ -461,13 +469,9 @@ def _sample(work: Callable[[int], object], device: torch.device, cores: int) -> 
     if device.type != "cpu" or sys.platform != "linux":  # libraries on macOS compute in hidden threads
         return [_times(lambda: work(0), device, SAMPLE_SECONDS, SAMPLES)]
     # Each thread computes alone, since threads of an OpenMP team would spin while they wait for a slow one.
-    threads = torch.get_num_threads()
-    try:
-        with ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            take = lambda core: _times(lambda: work(core), device, SAMPLE_SECONDS, SAMPLES, thread_time)
-            return [*pool.map(take, range(cores))]
-    finally:
-        torch.set_num_threads(threads)
+    with one_thread(), ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        take = lambda core: _times(lambda: work(core), device, SAMPLE_SECONDS, SAMPLES, thread_time)
+        return [*pool.map(take, range(cores))]
 
 
 def _times(

@@ -20,7 +20,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from copy import deepcopy
 from datetime import timedelta
@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dunes.context import bound
 from dunes.measure import machine
 from dunes.units import format_seconds
 
@@ -216,14 +217,9 @@ def _backend() -> str:
     return "gloo"
 
 
-@contextmanager
-def alone() -> Iterator[None]:
+def alone() -> AbstractContextManager[None]:
     """Inside the `with` block, treat this rank as the only process, for example to make an estimate."""
-    token = _alone.set(True)
-    try:
-        yield
-    finally:
-        _alone.reset(token)
+    return bound(_alone, True)
 
 
 @contextmanager

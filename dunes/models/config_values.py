@@ -86,6 +86,11 @@ def refuse_mixed_windows(hf: dict[str, Any]) -> None:
             )
 
 
+def but_every(interval: int, depth: int) -> tuple[bool, ...]:
+    """False for the last layer of each `interval` layers, True for the others."""
+    return tuple((i + 1) % interval != 0 for i in range(depth))
+
+
 def layer_types(hf: Json, name: str, default: Sequence[bool]) -> tuple[bool, ...]:
     """For each layer, True if its type is `name`, and False if its type is full attention.
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 from torch import nn
 
 from dunes.models import llama, mixtral, qwen3_moe
-from dunes.models.config_values import check_supported, flag, layer_types, quotient, rotary_share, size
+from dunes.models.config_values import but_every, check_supported, flag, layer_types, quotient, rotary_share, size
 from dunes.models.mixtral import moe_fields, read_moe_fields
 from dunes.models.names import Names, convolution, name, per_head
 from dunes.parts import Decoder, MoE, RMSNorm, Rotary
@@ -47,15 +47,11 @@ class Config(qwen3_moe.Config):
         Every fourth layer and the last layer have attention.
         """
         base = vars(qwen3_moe.Config.from_size(vocab, dim, depth, context_length))
-        heads, width, recurrent = base["heads"], base["head_dim"], (*_three_of(4, depth)[:-1], False)
+        heads, width, recurrent = base["heads"], base["head_dim"], (*but_every(4, depth - 1), False)
         shared = heads if heads % 2 else heads // 2
         sizes = {"value_heads": heads, "key_heads": shared, "value_dim": width, "key_dim": width}
         sizes |= {"kv_heads": shared, "rotary_dim": width // 4, "shared_hidden": base["hidden"]}
         return cls(**base | sizes, recurrent=recurrent)
-
-
-def _three_of(interval: int, depth: int) -> tuple[bool, ...]:
-    return tuple((i + 1) % interval != 0 for i in range(depth))
 
 
 def attention(config: Config, layer: int) -> nn.Module:
@@ -121,7 +117,7 @@ def from_hf(hf: dict[str, Any]) -> Config:
     check_supported(hf | {"mlp_only_layers": hf.get("mlp_only_layers") or []}, required)
     hf = {"head_dim": 256} | hf | {"intermediate_size": size(hf, "moe_intermediate_size")}
     quotient(hf, "linear_num_value_heads", "linear_num_key_heads")
-    default = _three_of(size(hf, "full_attention_interval", 4), size(hf, "num_hidden_layers"))
+    default = but_every(size(hf, "full_attention_interval", 4), size(hf, "num_hidden_layers"))
     fields: dict[str, Any] = {field: size(hf, key) for field, key in SIZES.items()}
     fields |= {"recurrent": layer_types(hf, "linear_attention", default)}
     fields |= llama.config_fields(hf, partial=0.25) | moe_fields(hf, balance=0.001)

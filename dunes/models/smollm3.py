@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from dunes.models import llama
-from dunes.models.config_values import check_supported, refuse_mixed_windows, size
+from dunes.models.config_values import but_every, check_supported, refuse_mixed_windows, size
 from dunes.models.llama import IGNORED_NAMES, NAMES
 from dunes.parts import Attention, Decoder
 
@@ -25,11 +25,7 @@ class Config(llama.Config):
         """A config for training from scratch. Every fourth layer has no positions; with 2 or 3 layers, the
         last layer has none."""
         base = vars(llama.Config.from_size(vocab, dim, depth, context_length))
-        return cls(**base, rotary=_every(min(4, max(2, depth)), depth))
-
-
-def _every(interval: int, depth: int) -> tuple[bool, ...]:
-    return tuple((i + 1) % interval != 0 for i in range(depth))
+        return cls(**base, rotary=but_every(min(4, max(2, depth)), depth))
 
 
 def attention(config: Config, layer: int) -> Attention:
@@ -56,7 +52,7 @@ def from_hf(hf: dict[str, Any]) -> Config:
     fields = llama.config_fields(hf, base=2_000_000.0)
     depth, rotary = size(hf, "num_hidden_layers"), hf.get("no_rope_layers")
     if rotary is None:
-        rotary = [*map(int, _every(size(hf, "no_rope_layer_interval", 4), depth))]
+        rotary = [*map(int, but_every(size(hf, "no_rope_layer_interval", 4), depth))]
     if not isinstance(rotary, list) or len(rotary) < depth or any(flag not in (0, 1) for flag in rotary):
         raise ValueError(f"config.json: no_rope_layers is {str(rotary)[:60]}; expected 0 or 1 for each layer")
     return Config(**fields, rotary=tuple(map(bool, rotary[:depth])))

@@ -22,8 +22,8 @@ long with the grouped version.
 
 # Shapes: N tokens, k experts per token, E experts, D width, H an expert's hidden width, S rows (N * k).
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from dunes.context import bound
 from dunes.measure import ranks
 from dunes.ops.operation import autocast_dtype, once_differentiable
 
@@ -71,15 +72,10 @@ def plain(x: Tensor, experts: Sequence[Callable[[Tensor], Tensor]], expert_ids: 
     return y
 
 
-@contextmanager
-def one_by_one() -> Iterator[None]:
+def one_by_one() -> AbstractContextManager[None]:
     """A context that forces the plain version, so that the experts' linear layers are called and their hooks
     run."""
-    token = _ONE_BY_ONE.set(True)
-    try:
-        yield
-    finally:
-        _ONE_BY_ONE.reset(token)
+    return bound(_ONE_BY_ONE, True)
 
 
 def _routed_tokens(expert_ids: Tensor, expert: int, experts: int) -> tuple[Tensor, Tensor]:

@@ -116,12 +116,10 @@ def _panels(inputs: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + width, inputs)
 
 
-@contextmanager
-def _exact_products(x: Tensor) -> Iterator[None]:
+def _exact_products(x: Tensor) -> AbstractContextManager[None]:
     """Inside this context, float32 products run in bfloat16 if x is bfloat16 on a CPU and bfloat16 is faster."""
     cpu = x.dtype == torch.bfloat16 and x.device.type == "cpu"
-    with nullcontext() if not cpu or float32_is_faster() else _products_allow_bfloat16():
-        yield
+    return nullcontext() if not cpu or float32_is_faster() else _products_allow_bfloat16()
 
 
 def fast_products(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[None]:

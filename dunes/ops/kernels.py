@@ -8,6 +8,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from dunes.context import prefix_errors
+
 T = TypeVar("T")
 
 
@@ -106,7 +108,5 @@ def attempt(message: str, work: Callable[[], T]) -> T:
 
     Any error becomes a one-line ValueError that starts with `message`.
     """
-    try:
+    with prefix_errors(message, Exception, describe=one_line):  # torch's compiler may raise any error
         return work()
-    except Exception as error:  # torch's compiler may raise any error
-        raise ValueError(f"{message}: {one_line(error)}") from None

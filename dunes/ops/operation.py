@@ -22,6 +22,7 @@ from typing import Any, Literal, cast, get_origin
 import torch
 from torch import Tensor
 
+from dunes.context import prefix_errors
 from dunes.ops.kernels import Kernels
 from dunes.units import plural
 
@@ -284,12 +285,10 @@ def _register(op: Operation) -> Any:
     """Register and return the torch operator that compiled graphs, exports and tensor subclasses use."""
     if op.keeps and op.fake is None:
         raise ValueError(f"{op.name}: the reference does not return the kept tensors; give fake= for their shapes")
-    try:
+    with prefix_errors(op.name, (ValueError, RuntimeError), describe=lambda error: str(error).splitlines()[0]):
         schema = torch.library.infer_schema(op.forward, mutates_args=())
         form = _contiguous(op.forward) if op.fake is None else op.forward
         operator: Any = torch.library.custom_op(op.name, form, mutates_args=(), schema=schema)
-    except (ValueError, RuntimeError) as error:
-        raise ValueError(f"{op.name}: {str(error).splitlines()[0]}") from None
     operator.register_fake(op.fake or _contiguous(op.reference))
     if op.saved is not None:
         operator.register_autograd(once_differentiable(op.name, op.gradients), setup_context=_setup_context(op))

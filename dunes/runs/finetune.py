@@ -26,6 +26,7 @@ from dunes.augment.options import NAME
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.formats.adapter import peft_factors
 from dunes.checkpoint.open import is_adapter
+from dunes.context import prefix_errors
 from dunes.data import TokenIds
 from dunes.data.batches import Batch, Batches
 from dunes.data.examples import Record, check_names, trained_spans
@@ -274,10 +275,8 @@ def _reference(task: "FinetuneTask", path: Path, display: Display) -> Reference:
         stored = json_file.read(path)
         if stored.get("fingerprints") != fingerprints:
             return None
-        try:
+        with prefix_errors(path, (TypeError, ValueError)):
             train, valid = (np.array(stored.get(n), np.float32).reshape(len(e), 2) for n, e in sides.items())
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{path}: {error}") from None
         return train, valid
 
     if (known := _stored(path, read, display)) is not None:

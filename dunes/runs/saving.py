@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from time import perf_counter
@@ -16,6 +16,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from dunes import checkpoint, measure
+from dunes.context import prefix_errors
 from dunes.evaluate.preferences import PreferenceScore
 from dunes.evaluate.text_loss import Score
 from dunes.files import json_file
@@ -142,12 +143,10 @@ def read_config(folder: Path, config_class: type[T]) -> T | None:
     if not path.is_file():
         return None
     stored = json_file.read(path)
-    try:
+    with prefix_errors(path, (TypeError, ValueError), end="; choose another --out"):
         if (number := stored.pop("format", None)) != FORMAT:
             raise ValueError(f"written by another version of dunes (format {number}, this version reads {FORMAT})")
         return config_class.of(stored)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}; choose another --out") from None
 
 
 def append_metrics(folder: Path, record: dict[str, Any]) -> None:
@@ -219,14 +218,11 @@ def read_state(folder: Path, config_class: type[RunConfig]) -> dict[str, Any]:
         }
 
 
-@contextmanager
-def invalid_state(folder: Path) -> Iterator[None]:
+def invalid_state(folder: Path) -> AbstractContextManager[None]:
     """Turn errors caused by a state's content into a ValueError with the folder and a remedy."""
-    try:
-        yield
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        reason = error if type(error) is ValueError else f"not the state of a run: {error!r:.200}"
-        raise ValueError(f"{folder}: {reason}; remove this state to resume from an older one") from None
+    errors = AttributeError, LookupError, TypeError, ValueError
+    reason = lambda e: str(e) if type(e) is ValueError else f"not the state of a run: {e!r:.200}"
+    return prefix_errors(folder, errors, "; remove this state to resume from an older one", reason)
 
 
 def load_run_state(run: Run, state: Mapping[str, Any], folder: Path) -> None:
@@ -281,14 +277,11 @@ class Saver:
         """Seconds between saves: sqrt(2 * seconds of a save * seconds between failures), at least SAVE_SECONDS."""
         return SAVE_SECONDS * max(1.0, math.sqrt(self.seconds / CHEAP))
 
-    def start(self, run: Run) -> bool:
-        """Start to save the current state. Returns False, without saving, if the previous save is in progress."""
-        if not self.ready():
-            return False
+    def start(self, run: Run) -> None:
+        """Start to save the current state. No other save may be in progress."""
         measure.return_freed_memory()  # so that the copy does not fragment memory of the next step
         snapshot = checkpoint.snapshot(run_state(run), unchanging=["best_weights"])
         self._pending = self.pool.submit(self._write, run.folder, run.trainer.number, snapshot)
-        return True
 
     def _write(self, folder: Path, step: int, snapshot: checkpoint.Snapshot) -> Path:
         start = perf_counter()

@@ -200,7 +200,8 @@ class Server:
                 asked.requests[i] = await asyncio.to_thread(model.with_prompt, item)
         for opened in filter(None, asked.files):
             await asyncio.to_thread(model.warm, opened)
-        events = self._events(asked, request)
+        is_editor = request.headers.get("user-agent") != AGENT
+        events = self.events(asked.requests, request.receive, is_editor)
         if not asked.stream:
             async with aclosing(events):
                 answers = {index: answer async for index, answer in events if answer.reason}
@@ -215,10 +216,12 @@ class Server:
         media_type = "application/x-ndjson" if endpoint.form == "ndjson" else "text/event-stream"
         return StreamingResponse(chunks, media_type=media_type, headers={"Cache-Control": "no-cache", **headers})
 
-    async def _events(self, asked: Asked, request: Request) -> AsyncGenerator[tuple[int, Answer], None]:
-        """Yield pairs: the index of a choice, and its answer or a part of the answer. The tasks are cancelled if
-        the client disconnects.
+    async def events(
+        self, items: Sequence[LineRequest | TextRequest], receive: Receive | None = None, is_editor: bool = False
+    ) -> AsyncGenerator[tuple[int, Answer], None]:
+        """Yield pairs: the index of a choice, and its answer or a part of the answer.
 
+        The tasks are cancelled at the end of the iteration, and if `receive` says that the client disconnects.
         Raises Refused.
         """
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
@@ -227,15 +230,15 @@ class Server:
             with suppress(RuntimeError):  # raised if the event loop is closed
                 loop.call_soon_threadsafe(queue.put_nowait, (index, event))
 
-        async def watch() -> None:
-            while (await request.receive())["type"] != "http.disconnect":
+        async def watch(receive: Receive) -> None:
+            while (await receive())["type"] != "http.disconnect":
                 pass
             queue.put_nowait((0, ClientDisconnect()))
 
-        tasks, watcher, first = dict[int, Task](), asyncio.create_task(watch()), 0
-        is_editor = request.headers.get("user-agent") != AGENT
+        tasks, first = dict[int, Task](), 0
+        watchers: list[Any] = [asyncio.create_task(watch(receive))] if receive else []
         try:
-            for item in asked.requests:
+            for item in items:
                 tasks[first] = self.worker.submit(item, partial(emit, first))
                 first += item.alternatives if isinstance(item, LineRequest) else 1
             remaining = len(tasks)
@@ -254,8 +257,7 @@ class Server:
                     yield index, event
                 remaining -= isinstance(event, list) or bool(event.reason)
         finally:
-            watcher.cancel()
-            for task in tasks.values():
+            for task in (*watchers, *tasks.values()):
                 task.cancel()
 
     async def _describe(self, write: Callable[[Named], Any], request: Request) -> Response:

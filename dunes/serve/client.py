@@ -9,7 +9,7 @@ import json
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -46,12 +46,10 @@ def exchange(
     headers = {"Content-Type": "application/json", "User-Agent": AGENT}
     headers |= {"Authorization": f"Bearer {key}"} if key else {}
     data = None if body is None else json.dumps(body).encode()
-    try:
+    with closing(connection):
         connection.request("GET" if data is None else "POST", path, data, headers)
         reply = connection.getresponse()
         return reply.status, reply.read()
-    finally:
-        connection.close()
 
 
 def complete_by_server(folder: Path, before: str, after: str, path: Path | None) -> dict[str, Any] | None:

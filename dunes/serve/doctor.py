@@ -111,8 +111,7 @@ def _replayed(place: Mapping[str, Any]) -> Line:
 
 
 def _message(data: bytes) -> str:
-    try:
+    with suppress(ValueError, LookupError, TypeError):
         error = json.loads(data)["error"]
         return str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, LookupError, TypeError):
-        return data[:100].decode(errors="replace")
+    return data[:100].decode(errors="replace")

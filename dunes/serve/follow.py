@@ -149,7 +149,6 @@ def _read(path: Path, name: str) -> str | None:
     document = plain_document(SourceFile(path, name, False))
     if isinstance(document, str):
         return None
-    try:
+    with suppress(ValueError):  # an incomplete file is read in the next check
         return named_texts([document])[0][1]
-    except ValueError:  # an incomplete file is read in the next check
-        return None
+    return None

@@ -358,10 +358,9 @@ def base_stamp(folder: Path) -> Sequence[Sequence[int]]:
 
 def file_time(path: Path) -> int:
     """Modification time of a file (ns); 0 if it does not exist."""
-    try:
+    with suppress(OSError):
         return path.stat().st_mtime_ns
-    except OSError:
-        return 0
+    return 0
 
 
 LINES = 400

@@ -1,11 +1,11 @@
 """The view of measurements: rates with their intervals, memory over a step, time by module."""
 
-import asyncio
-
 from nicegui import ui
 
 from dunes.bench.table import draw_folder
+from dunes.context import prefix_errors
 from dunes.studio.app import Studio
+from dunes.studio.model_page import working
 
 NARROW = "max-lg:[&_th]:hidden max-lg:[&_td]:flex max-lg:[&_td]:justify-between max-lg:[&_table]:w-full"
 """Classes of Tailwind with which a line of a table becomes a block in a narrow window."""
@@ -13,13 +13,9 @@ NARROW = "max-lg:[&_th]:hidden max-lg:[&_td]:flex max-lg:[&_td]:justify-between 
 
 async def draw(studio: Studio) -> None:
     """Draw the view."""
-    spinner = ui.spinner("dots", size="lg")
-    try:
-        pictures = await asyncio.to_thread(lambda: [*draw_folder(studio.root)])
-    except (ValueError, LookupError, TypeError, ArithmeticError) as error:
-        raise ValueError(f"{studio.root}: a measurement that dunes bench did not write: {error!r}") from None
-    finally:
-        spinner.delete()
+    message = f"{studio.root}: a measurement that dunes bench did not write"
+    with prefix_errors(message, (ValueError, LookupError, TypeError, ArithmeticError), describe=repr):
+        pictures = await working(lambda: [*draw_folder(studio.root)])
     for title, picture in pictures:
         ui.label(title).classes("font-medium [overflow-wrap:anywhere]")
         shown = f"w-full overflow-x-auto text-sm max-lg:[&_td]:before:content-[attr(title)] {NARROW}"

@@ -3,7 +3,7 @@
 import asyncio
 import os
 from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
+from contextlib import aclosing
 from hashlib import sha256
 
 from starlette.responses import PlainTextResponse
@@ -11,8 +11,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dunes import checkpoint
 from dunes.files.json_file import print_warning
-from dunes.serve.app import Server, client_error
-from dunes.serve.requests import Answer, Event, Request
+from dunes.serve.app import Server
+from dunes.serve.requests import Answer, TextRequest
 from dunes.serve.worker import Worker
 
 
@@ -22,7 +22,7 @@ class ServedModels:
 
     def __init__(self, acceptance: float = 0.35, hosts: Sequence[str] = (), key: str | None = None) -> None:
         self.acceptance, self.hosts, self.key = acceptance, hosts, key
-        self._workers, self._apps = dict[str, Worker](), dict[str, ASGIApp]()
+        self._servers, self._apps = dict[str, Server](), dict[str, ASGIApp]()
         self._opening = asyncio.Lock()
 
     async def open(self, model: str) -> str:
@@ -38,41 +38,27 @@ class ServedModels:
     async def _open(self, model: str) -> str:
         key = sha256(os.fsencode(model)).hexdigest()[:12]
         async with self._opening:
-            if key not in self._workers:
-                worker = self._workers[key] = await asyncio.to_thread(self._load, model)
-                self._apps[key] = Server(worker).app(self.hosts, self.key)
-            elif (served := self._workers[key].find("")).is_outdated:
-                await asyncio.wrap_future(self._workers[key].call(served.reload))
+            if key not in self._servers:
+                server = self._servers[key] = Server(await asyncio.to_thread(self._load, model))
+                self._apps[key] = server.app(self.hosts, self.key)
+            elif (served := self.worker(key).find("")).is_outdated:
+                await asyncio.wrap_future(self.worker(key).call(served.reload))
         return key
 
     def worker(self, key: str) -> Worker:
         """The worker of an opened model."""
-        return self._workers[key]
+        return self._servers[key].worker
 
     def _load(self, model: str) -> Worker:
         folder = checkpoint.locate_model(model).folder
         return Worker([folder], self.acceptance, (), print_warning, follows=False)
 
-    async def stream(self, key: str, request: Request) -> AsyncIterator[Answer]:
-        """Yield the parts of an answer, the last with a `reason`; for a line, yield all suggestions, best first.
-        Ending the iteration cancels the request. Raises Refused."""
-        loop, queue = asyncio.get_running_loop(), asyncio.Queue[Event]()
-
-        def emit(event: Event) -> None:
-            with suppress(RuntimeError):  # raised if the event loop is closed
-                loop.call_soon_threadsafe(queue.put_nowait, event)
-
-        task = self._workers[key].submit(request, emit)
-        try:
-            while True:
-                if isinstance(event := await queue.get(), Exception):
-                    raise client_error(event)
-                for answer in event if isinstance(event, list) else [event]:
-                    yield answer
-                if isinstance(event, list) or event.reason:
-                    return
-        finally:
-            task.cancel()
+    async def stream(self, key: str, request: TextRequest) -> AsyncIterator[Answer]:
+        """Yield the parts of an answer, the last with a `reason`. Ending the iteration cancels the request. Raises
+        Refused."""
+        async with aclosing(self._servers[key].events([request])) as events:
+            async for _, answer in events:
+                yield answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The entry point of an ASGI application, mounted at `scope["root_path"]`."""
@@ -83,5 +69,5 @@ class ServedModels:
 
     def close(self) -> None:
         """End all workers."""
-        for worker in self._workers.values():
-            worker.close()
+        for server in self._servers.values():
+            server.worker.close()

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from dunes.context import prefix_errors
 from dunes.files import json_file
 from dunes.files.model_file import find_file, read_file
 from dunes.text.lines import decode_text
@@ -74,15 +75,15 @@ def render(
     """
     fields = {"messages": [*map(_normalize_message, messages)], "add_generation_prompt": add_generation_prompt}
     fields = {"tools": None, "documents": None, **(variables or {}), **fields}
-    try:
+    errors = TypeError, ValueError, RecursionError
+    with prefix_errors("these messages cannot be passed to the chat template", errors):
         values = json.loads(json.dumps(fields, default=dict))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"these messages cannot be passed to the chat template: {error}") from None
-    try:
+    with prefix_errors("the chat template fails", Exception, describe=_reason):  # a template may raise anything
         return str(compile_template(template, marks).render(values))
-    except Exception as error:  # a template may raise anything
-        reason = "".join(c if c.isprintable() else " " for c in f"{type(error).__name__}: {error}")
-        raise ValueError(f"the chat template fails: {reason[:300]}") from None
+
+
+def _reason(error: Exception) -> str:
+    return "".join(c if c.isprintable() else " " for c in f"{type(error).__name__}: {error}")[:300]
 
 
 _NOT_ASCII = re.compile("[^\x00-\x7e\ud800-\udfff]+")

@@ -15,6 +15,7 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
 
+from dunes.context import prefix_errors
 from dunes.files.model_file import find_file, open_file, require_content
 from dunes.text import hf_tokenizers, sentencepiece
 from dunes.text.byte_pairs import SPACE, add_special, surround
@@ -96,10 +97,8 @@ def _other_parts(path: Path, fields: Mapping[str, Any]) -> Iterator[Path]:
 def _read_part(path: Path) -> Header:
     with open_file(path) as file:
         require_content(path, file)
-        try:
+        with prefix_errors(f"{path}: not a GGUF file that can be read", end="; fetch it again"):
             return _Reader(file, path.stat().st_size).header()
-        except ValueError as error:
-            raise ValueError(f"{path}: not a GGUF file that can be read: {error}; fetch it again") from None
 
 
 class _Reader:

@@ -14,6 +14,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import count
@@ -229,11 +230,10 @@ class Template(ABC):
         before = {"assistant": (asked,), "tool": (asked, called)}.get(role, ())
         after = () if before or role in ("user", "text") else (asked,)
         fields = {"name": "f", "tool_call_id": call["id"]} if role == "tool" else NO_FIELDS
-        try:
+        with suppress(ValueError):
             talk = map(self._message, (*before, Turn(role, PROBE, fields=fields), *after))
             return self._render_text([*talk], False, NO_FIELDS)
-        except ValueError:
-            return ""
+        return ""
 
     @abstractmethod
     def _render_text(self, messages: Messages, is_open: bool, variables: Mapping[str, Any]) -> str:
@@ -256,12 +256,11 @@ class Template(ABC):
             # Templates compare questions, so equal questions get the same mark.
             marked.append(asked.setdefault(message["content"], other) if message["role"] == "user" else other)
         variables = values | {key: _mark(values[key], marks) for key in ("tools",) if key in values}
-        try:
+        with suppress(ValueError):
             marked_text = self._render_text(marked, is_open, variables)
-        except ValueError:
-            return text, messages, values
-        is_same = MARKS.sub("", marked_text) == text
-        return (marked_text, marked, variables) if is_same else (text, messages, values)
+            if MARKS.sub("", marked_text) == text:
+                return marked_text, marked, variables
+        return text, messages, values
 
     def _check(self, subject: str, value: Any, text: str) -> None:
         """Raise ValueError if the text lacks this value of a record; `subject` names the value in the message."""
@@ -462,11 +461,10 @@ class ModelTemplate(Template):
         self.tagged = chat_template.OPEN in marked
         before, after = self._around("answer", probe[:1], chat_template.MARKS.sub("", marked))
         ends = [m for m in self._pattern.finditer(after) if m[0] not in self._pattern.findall(before)]
-        try:
+        longer = ""
+        with suppress(ValueError):
             next_turn = {"role": "user", "content": "next"}
             longer = chat_template.render(source, [*probe, next_turn], False, self.token_names)
-        except ValueError:
-            longer = ""
         _, followed = self._around("answer", probe[:1], longer)
         later = [m for m in self._pattern.finditer(followed) if m[0] not in self._pattern.findall(before)]
         self.end = ends[0][0] if ends else later[0][0] if later else END.text

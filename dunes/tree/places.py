@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from dunes.context import prefix_errors
+
 Where = str | Sequence[str] | Set[str]
 """A glob, an ordered sequence of globs, or a set of exact names, as in a record of earlier changes."""
 Kind = Callable[[nn.Module], bool]
@@ -72,10 +74,8 @@ def _pattern(glob: str) -> re.Pattern[str]:
     pieces = {"**": ".*", "*": "[^.]*", "?": "[^.]"}
     tokens = re.findall(r"\*\*|[*?]|\[[^\]]*\]|[^*?\[]+|\[", glob)
     expression = "".join(pieces.get(t, t if t[0] == "[" and t[-1] == "]" else re.escape(t)) for t in tokens)
-    try:
+    with prefix_errors(f"the glob {glob!r} is not valid", re.error):
         return re.compile(expression)
-    except re.error as error:
-        raise ValueError(f"the glob {glob!r} is not valid: {error}") from None
 
 
 def places(model: nn.Module, prefix: str = "") -> Iterator[Place]:

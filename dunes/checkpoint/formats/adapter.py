@@ -42,6 +42,7 @@ from dunes.checkpoint.weights.files import tensors
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, in_memory
 from dunes.checkpoint.weights.safetensors_file import quote
 from dunes.checkpoint.write import write_tokenizer
+from dunes.context import prefix_errors
 from dunes.files import json_file
 from dunes.files.model_file import find_file
 from dunes.models import FAMILIES, weight_names
@@ -338,7 +339,7 @@ class PeftConfig:
     def read(cls, path: Path) -> "PeftConfig":
         """The settings in a file. Raises ValueError for methods other than LoRA and for unsupported settings."""
         config = json_file.read(path)
-        try:
+        with prefix_errors(path, (AttributeError, TypeError, ValueError, re.error)):
             _refuse_unsupported(config)
             variants = [name for setting, name in SETTINGS.items() if config.get(setting)]
             options = Lora(
@@ -350,8 +351,6 @@ class PeftConfig:
             )
             ranks = _read_patterns("rank_pattern", config, int)
             alphas = _read_patterns("alpha_pattern", config, float)
-        except (AttributeError, TypeError, ValueError, re.error) as error:
-            raise ValueError(f"{path}: {error}") from None
         return cls(path, options, ranks, alphas, _target_modules(config))
 
     @property

@@ -4,6 +4,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Parallel.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/util/accumulate.h>
 #include <torch/csrc/inductor/aoti_runner/model_container_runner_cpu.h>
 
 #include <algorithm>
@@ -204,7 +205,7 @@ struct dunes_text {
     while (held < length) {
       bool whole = !held && model->text && !rolls && length > 4 * model->few_tokens;
       int64_t count = whole ? length : std::min(length - held, most());
-      outputs = whole ? read_text(text, length) : step(text + held, count);
+      outputs = whole ? run(*model->text, {at::from_blob(text, {length}, at::kLong)}) : step(text + held, count);
       held += count;
       row = whole ? 0 : count - 1;
     }
@@ -216,10 +217,6 @@ struct dunes_text {
   }
 
   int64_t most() const { return !rolls && held + model->few_tokens <= capacity ? model->few_tokens : 1; }
-
-  std::vector<Tensor> read_text(int64_t *text, int64_t length) {
-    return run(*model->text, {at::from_blob(text, {length}, at::kLong)});
-  }
 
   std::vector<Tensor> step(const int64_t *text, int64_t count) {
     if (rolls) {
@@ -264,12 +261,6 @@ struct dunes_text {
 };
 
 namespace {
-
-int64_t numel(const std::vector<int64_t> &shape) {
-  int64_t n = 1;
-  for (auto size : shape) n *= size;
-  return n;
-}
 
 const State &generating(const dunes_model *model) {
   if (!model || !model->state->generates) fail("this folder holds a network that generates no text");
@@ -343,7 +334,7 @@ int dunes_sizes(const dunes_model *model, int64_t *inputs, int64_t *outputs, int
   return attempt(DUNES_ERROR, [&] {
     auto &state = network(model);
     auto &shape = state.input;
-    *inputs = numel(shape), *outputs = numel(state.output);
+    *inputs = c10::multiply_integers(shape), *outputs = c10::multiply_integers(state.output);
     *rows = shape.size() > 1 ? shape[shape.size() - 2] : 1, *columns = shape.empty() ? 1 : shape.back();
     return 0;
   });

@@ -1,14 +1,13 @@
 // Continue a text, or classify an image: the program on the library.
 #include <algorithm>
-#include <cerrno>
 #include <chrono>
 #include <cstdio>
-#include <cstdlib>
 #include <fstream>
 #include <iostream>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "dunes.h"
@@ -30,24 +29,14 @@ struct Options {
 
 [[noreturn]] void fail(const std::string &message) { throw std::runtime_error(message); }
 
-void read(double &value, const std::string &name, const std::string &text) {
-  char *end = nullptr;
-  value = std::strtod(text.c_str(), &end);
-  if (text.empty() || *end) fail(name + " " + text + ": expected a number");
-}
-
-void read(int64_t &value, const std::string &name, const std::string &text) {
-  char *end = nullptr;
-  value = std::strtoll(text.c_str(), &end, 10);
-  if (text.empty() || *end) fail(name + " " + text + ": expected a whole number");
-}
-
-// A seed below 2^64; a negative one is taken modulo 2^64, as in Python.
-void read(uint64_t &value, const std::string &name, const std::string &text) {
-  char *end = nullptr;
-  errno = 0;
-  value = std::strtoull(text.c_str(), &end, 10);
-  if (text.empty() || *end || errno) fail(name + " " + text + ": expected a whole number below 2^64");
+// A seed is below 2^64; a negative one is taken modulo 2^64, as in Python.
+template <typename Value>
+void read(Value &value, const std::string &name, const std::string &text) {
+  constexpr const char *expected = std::is_floating_point_v<Value> ? "a number"
+                                   : std::is_signed_v<Value>       ? "a whole number below 2^63"
+                                                                   : "a whole number below 2^64";
+  std::istringstream stream(text);
+  if (!(stream >> value) || !stream.eof()) fail(name + " " + text + ": expected " + expected);
 }
 
 int64_t whole(const std::string &name, const std::string &text) {

@@ -45,7 +45,8 @@ class Tokenizer {
     for (size_t begin = 0, end = 0; begin < text.size(); begin = end) {
       std::vector<int64_t> piece;
       if (characters_) {
-        end = begin + character_length(text, begin);
+        end = begin + 1;
+        while (end < text.size() && (text[end] & 0xC0) == 0x80) end++;
         piece = {first(character(text.substr(begin, end - begin)))};
       } else {
         end = piece_end(text, begin);
@@ -74,12 +75,6 @@ class Tokenizer {
     if (text.compare(begin, 2, "\r\n") == 0) return begin + 2;
     if (text[begin] == '\r' || text[begin] == '\n') return begin + 1;
     return std::min(text.find_first_of("\r\n", begin), text.size());
-  }
-
-  static size_t character_length(const std::string &text, size_t begin) {
-    size_t end = begin + 1;
-    while (end < text.size() && (text[end] & 0xC0) == 0x80) end++;
-    return end - begin;
   }
 
   // The bytes of a character as one number.
