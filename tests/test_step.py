@@ -226,7 +226,7 @@ REQUESTS = {
     "vocabulary": lambda: {"sample": Sampler((partial(limit_vocab, 40),))},
     "penalty": lambda: {"sample": sampler(0, repetition_penalty=1.5)},
     "drawn": lambda: {"sample": sampler(1.0, top_k=50, seed=3)},
-    "stop": lambda: {"stop": range(100, 200)},
+    "stop": lambda: {"stop": range(100)},
     "look-up": lambda: {"proposer": look_up},
 }
 
