@@ -172,7 +172,7 @@ def test_only_dense_layers_of_blocks_and_the_head_are_calibrated():
     attach(model, where="blocks.*.attn.q", rank=2)
     quantize(model, where="blocks.*.attn.k")
     for name in ("q", "k"):
-        refuses("dense linear layers", calibrate, model, IDS, [f"blocks.0.attn.{name}"], fail)
+        refuses("expected a plain linear layer", calibrate, model, IDS, [f"blocks.0.attn.{name}"], fail)
     refuses("Linear is no Decoder", calibrate, nn.Linear(2, 2), IDS, [], fail)
 
 

@@ -29,7 +29,6 @@ from dunes.runs.saving import METRICS, read_metrics
 from dunes.runs.task import Run, trainable_state
 from dunes.runs.train import train
 from dunes.text import Tokenizer, templates
-from small_models import random_model
 from test_chat_tools import ANSWER, ASKED, TOOLS, call, calls, result, row, source
 from test_runs import assert_same_training, stopping_at
 
@@ -46,8 +45,11 @@ def tokenizer():
 
 
 def base_in(folder, tokenizer, family="llama", context=128, dtype=torch.float32):
-    # With noise, since projections that begin as zeros would let nothing through, which PiSSA cannot change.
-    model = random_model(family, 0.02, 3, vocab=tokenizer.vocab, context=context)
+    module = FAMILIES[family]
+    model = initialise(module.build(module.Config.from_size(tokenizer.vocab, 32, 2, context)), seed=3)
+    with torch.no_grad():  # projections that begin as zeros would let nothing through, which PiSSA cannot change
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())) * 0.02)
     checkpoint.save(model.to(dtype), folder, tokenizer, context)
     return folder
 

@@ -57,10 +57,11 @@ from dunes.generate.decode_packages import compile_step, load_step, make_step, s
 from dunes.generate.prefix_cache import IN_FLOAT32
 from dunes.inference.chat import start_compiling
 from dunes.inference.text_generator import TextGenerator
+from dunes.models import FAMILIES
 from dunes.parts import Cache, CacheFormat, cache_for
 from dunes.text import Tokenizer
 from own_parts import Branching, Counting, alibi, scored
-from small_models import assert_same_tokens, random_model
+from small_models import assert_same_tokens
 
 needs_compiler = pytest.mark.slow
 
@@ -76,7 +77,13 @@ def no_compiler(monkeypatch, home):
 
 
 def model_of(family="llama", seed=0, depth=2, vocab=300, **changes):
-    return random_model(family, 0.05, seed, vocab=vocab, dim=64, depth=depth, context=64, **changes)
+    torch.manual_seed(seed)
+    module = FAMILIES[family]
+    config = module.Config.from_size(vocab=vocab, dim=64, depth=depth, context_length=64)
+    model = module.build(type(config)(**{**vars(config), **changes})).eval()
+    for parameter in model.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    return model
 
 
 def changed(change, seed=0):
