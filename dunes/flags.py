@@ -32,7 +32,6 @@ PARTS = {
         *("plain", "normed", "values", "sinks", "capped", "gated", "latent"),
         *("convolution", "delta", "mamba"),
     ),
-    "skip": ("none", "embedding", "unet"),
     "kv": ("all", "half", "one"),
     "window": ("none", "alternating"),
     "head": ("tied", "untied"),

@@ -97,7 +97,6 @@ MODELS = {
     "untied": lambda: made(head="untied", position="learned"),
     "capped": lambda: made(logits="capped", window="alternating"),
     "values": lambda: made(attention="values", block="sandwich", position="alibi"),
-    "skips": lambda: made(skip="unet"),
     "own": own,
     "own head": lambda: own(head=ShiftedLinear(32, VOCAB)),
 }

@@ -10,7 +10,6 @@ from conftest import refuses
 from dunes import tree
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
-from dunes.models.named_parts import build
 from dunes.parts import (
     MLP,
     Attention,
@@ -321,22 +320,6 @@ def test_outputs_of_heads_are_gated():
     plain.out = nn.Identity()
     want = (plain(x) / (1 + torch.exp(-x @ attn.gate.weight.T))) @ attn.out.weight.T
     assert (attn(x) - want).abs().max() <= 1e-12
-
-
-def test_inputs_of_earlier_blocks_are_added():
-    model, ids = build(VOCAB, 32, 6, CONTEXT, skip="unet").double(), tokens()
-    assert [getattr(block, "source", None) for block in model.blocks] == [None, None, None, None, 2, 1]
-    for block, weight in ((model.blocks[4], 0.3), (model.blocks[5], -0.7)):
-        block.skip.data.fill_(weight)
-    plain = build(VOCAB, 32, 6, CONTEXT).double()
-    plain.load_state_dict({k: v for k, v in model.state_dict().items() if "skip" not in k})
-    x, inputs = plain.embed(ids, ForwardContext.of(ids)), []
-    for layer, block in enumerate(plain.blocks):
-        x = x + {4: 0.3 * inputs[2], 5: -0.7 * inputs[1]}.get(layer, 0.0) if layer > 3 else x
-        inputs.append(x)
-        x = block(x)
-    assert (model(ids) - plain.logits(plain.norm(x))).abs().max() <= 1e-9
-    assert (model(ids) - plain(ids)).abs().max() > 1e-3
 
 
 def test_values_are_mixed_with_those_of_the_first_layer():

@@ -16,7 +16,7 @@ from dunes.flags import PARTS
 from dunes.models.llama import Config
 from dunes.parts import MLP, Attention, Block, Decoder, Embedding, GatedMLP, RMSNorm, Rotary, squared_relu
 from dunes.parts.attention import GatedAttention, ValueResidualAttention
-from dunes.parts.decoder import MultiTokenPredictor, SkipBlock
+from dunes.parts.decoder import MultiTokenPredictor
 from dunes.parts.latent_attention import LatentAttention
 from dunes.parts.position import Alibi, PartialRotary, Position
 from dunes.parts.recurrent import GatedConvolution, GatedDeltaNet, Mamba2
@@ -38,7 +38,7 @@ def build(vocab: int, dim: int, depth: int, context_length: int, **parts: str) -
     norm = partial(RMSNorm if chosen["norm"] == "rms" else nn.LayerNorm, dim, EPS)
     size = Config.from_size(vocab, dim, depth, context_length)
     blocks = [
-        _block(chosen, norm, _mixer(size, chosen, layer), _mlp(chosen["mlp"], dim), layer, depth)
+        _block(chosen["block"], norm, _mixer(size, chosen, layer), _mlp(chosen["mlp"], dim))
         for layer in range(depth + PARTS["ahead"].index(chosen["ahead"]))
     ]
     ahead = [MultiTokenPredictor(dim, norm(), norm(), block, norm()) for block in blocks[depth:]]
@@ -59,17 +59,10 @@ def _mlp(choice: str, dim: int) -> nn.Module:
     return makers[choice]()
 
 
-def _block(
-    chosen: dict[str, str], norm: Callable[[], nn.Module], attn: nn.Module, mlp: nn.Module, layer: int, depth: int
-) -> Block:
-    form, sources = chosen["block"], {"embedding": 0, "unet": depth - layer}
+def _block(form: str, norm: Callable[[], nn.Module], attn: nn.Module, mlp: nn.Module) -> Block:
     before = nn.Identity if form == "post" else norm
     after = (norm(), norm()) if form in ("post", "sandwich") else (None, None)
-    make: Callable[..., Block] = Block
-    if chosen["skip"] != "none" and layer < depth:
-        source = sources[chosen["skip"]]
-        make = partial(SkipBlock, source=source if source < layer else None)
-    return make(
+    return Block(
         *(before(), attn, before(), mlp),
         attn_post_norm=after[0],
         mlp_post_norm=after[1],

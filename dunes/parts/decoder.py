@@ -98,33 +98,6 @@ class Block(nn.Module):
         return out
 
 
-class SkipBlock(Block):
-    """A block that adds the input of an earlier block, times a learned weight that starts at 0, to its own input.
-
-    `source` is the number of the earlier block, which must be a SkipBlock; None adds nothing. The input of block 0
-    is the embedding, so a `source` of 0 adds the embedding. In a U-Net, the last blocks add the inputs of the
-    first blocks. modded-nanogpt adds the embedding and is a U-Net: https://github.com/KellerJordan/modded-nanogpt
-    """
-
-    supports_packing = True
-    depends_on_order = True
-
-    def __init__(self, *parts: Any, source: int | None = None, **options: Any) -> None:
-        super().__init__(*parts, **options)
-        if source is not None:
-            self.source = source
-        self.skip: nn.Parameter | None
-        self.register_parameter("skip", None if source is None else nn.Parameter(torch.zeros(())))
-
-    def forward(self, x: Tensor, ctx: ForwardContext | None = None, layer: int = 0) -> Tensor:
-        """(B, T, dim) -> (B, T, dim). Raises KeyError if block `source` has not run in this forward."""
-        ctx = ctx or ForwardContext.of(x)
-        if self.skip is not None:
-            x = x + self.skip.to(x.dtype) * ctx.carried[f"input {self.source}"]
-        ctx.carried[f"input {layer}"] = x
-        return super().forward(x, ctx, layer)
-
-
 class MultiTokenPredictor(nn.Module):
     """A module of `Decoder.ahead`; it predicts one token further ahead than the previous module.
 

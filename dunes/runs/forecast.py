@@ -63,14 +63,11 @@ def forecast(config: TrainConfig, size: int, machine: Machine, factor: float) ->
     return replace(expected, bits=factor * expected.bits)
 
 
-def _text_size(corpus: Corpus) -> int:
-    return sum(d.size for d in corpus.train)
-
-
 def describe_forecast(config: TrainConfig, corpus: Corpus) -> str:
     """A line with the measured speed and the estimated loss of a complete config; takes a few seconds."""
     config, machine = autosize.with_machine(config)
-    expected = forecast(config, _text_size(corpus), measured_machine(config, machine), text_factor(corpus, config))
+    size, measured = sum(d.size for d in corpus.train), measured_machine(config, machine)
+    expected = forecast(config, size, measured, text_factor(corpus, config))
     low, high = ((1 + side * SPREAD) * expected.bits for side in (-1, 1))
     steps = plural(round(expected.tokens / (config.batch * config.context_length)), "step")
     return (
@@ -83,7 +80,7 @@ def report_plan(config: TrainConfig, corpus: Corpus, display: Display, picture: 
     """Print and draw estimates for runs of MINUTES and of the config's minutes, each with its best model size."""
     config, machine = autosize.with_machine(config)
     display.line(autosize.describe_machine(machine))
-    size, plan = _text_size(corpus), machine.plan
+    size, plan = sum(d.size for d in corpus.train), machine.plan
     sized = {
         m: autosize.choose_size(replace(config, minutes=m), size, plan)[0] for m in {*MINUTES, config.minutes}
     }
@@ -94,8 +91,6 @@ def report_plan(config: TrainConfig, corpus: Corpus, display: Display, picture: 
         columns = ["minutes", "parameters", "tokens", "epochs", "bits/byte", "95 % of texts"]
         print_table("", columns, [_row(m, e, bounds[m], config.minutes) for m, e in expected.items()])
         plan_picture(bounds, config.minutes, picture)
-    if repeated := [minutes for minutes, e in expected.items() if e.epochs > autosize.FEW_EPOCHS]:
-        display.line(f"text read over {autosize.FEW_EPOCHS:g} times: from {plural(repeated[0], 'minute')} on")
 
 
 def _row(minutes: float, expected: Estimate, bounds: Sequence[float], chosen: float) -> list[str]:
