@@ -118,16 +118,11 @@ class Completion:  # `file_headers`: insert each file's path before its text
     """Complete lines by copying alone, without the model. only: always. auto: if copies get significantly more
     line ends right than the model in unseen files."""
     file_headers: Annotated[bool, tyro.conf.Suppress] = True
-    dropout: Annotated[float | None, flag("P", "0.2 if text is repeated often; with --from its own; else 0")] = (
-        None
-    )
+    dropout: Annotated[float | None, flag("P", "0.2 if text is repeated often; --from: its own; else 0")] = None
     """Dropout probability of a block's outputs in training."""
     weight_decay: Annotated[
         float | None,
-        flag(
-            "RATE",
-            "0.15 for new models, if text is repeated often; else 0.01, for embeddings and head 0",
-        ),
+        flag("RATE", "0.15 for new models, if text is repeated often; else 0.01, for embeddings and head 0"),
     ] = None
     """Weight decay of all matrices: each step multiplies them by 1 - RATE x learning rate."""
 
