@@ -88,6 +88,14 @@ def test_a_measured_step_scales_the_machine(complete, monkeypatch):
     assert (expected.tokens < plain.tokens, expected.bits > 2.0 * plain.bits) == (complete, complete)
 
 
+@pytest.mark.parametrize(("size", "ranks"), [("3B", 1), ("2x64", 2)])
+def test_a_step_that_is_slow_or_of_several_ranks_is_not_measured(size, ranks, monkeypatch):
+    monkeypatch.setattr("dunes.measure.ranks.count", lambda: ranks)
+    monkeypatch.setattr(forecast, "initialise", raising(AssertionError))
+    config = TrainConfig(size=size, batch=2, context_length=64, dtype="float32", threads=1)
+    assert forecast.measured_machine(config, MACHINE) is MACHINE
+
+
 @pytest.mark.parametrize("options", ["p.png --from m", "p.png --steps 3", "p.png --resume", "p.svg", "no/p.png"])
 def test_what_no_estimate_applies_to_is_refused_before_text_is_read(options, command, monkeypatch):
     monkeypatch.setattr("dunes.runs.train.gather", raising(AssertionError))

@@ -133,9 +133,8 @@ LARGE_BLOCK = 1 << 25
 
 def _call_glibc(name: str, *arguments: object) -> None:
     """Call a function of glibc; does nothing on systems without glibc."""
-    if sys.platform == "linux":
-        with suppress(OSError, AttributeError):  # another C library
-            getattr(ctypes.CDLL("libc.so.6"), name)(*arguments)
+    with suppress(OSError, AttributeError):  # another system or C library
+        getattr(ctypes.cdll["libc.so.6"], name)(*arguments)  # `cdll` opens it once
 
 
 def keep_freed_memory() -> None:

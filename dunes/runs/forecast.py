@@ -15,7 +15,7 @@ from dunes.models.initialise import initialise
 from dunes.parts import Decoder
 from dunes.progress import Display, print_table
 from dunes.runs import autosize
-from dunes.runs.autosize import Estimate, Machine
+from dunes.runs.autosize import Estimate, Machine, choose_size
 from dunes.runs.memory import measure_step
 from dunes.runs.picture import plan_picture
 from dunes.runs.text_entropy import SPREAD, text_factor
@@ -26,6 +26,9 @@ from dunes.units import format_count, plural
 
 MINUTES = (1, 3, 5, 15, 30, 60, 120, 240, 480)
 """Lengths of the runs that --plan estimates, in addition to --minutes."""
+
+PATIENCE = 10.0
+"""Maximum estimated seconds for measuring a step; a dry run of a larger model states the estimated speed."""
 
 
 def dry_trainer(config: TrainConfig, model: Decoder) -> Trainer:
@@ -42,12 +45,18 @@ def dry_batch(config: TrainConfig, vocab: int) -> tuple[Tensor, Tensor]:
 
 
 def measured_machine(config: TrainConfig, machine: Machine) -> Machine:
-    """The machine with its rates scaled so that a step of the config's new model takes as long as measured."""
+    """The machine with its rates scaled so that a step of the config's new model takes as long as measured.
+
+    Returns `machine` itself under torchrun, and if measuring would take over PATIENCE seconds or too much memory.
+    """
+    pace = autosize.seconds_per_token(autosize.meta_model(config), config, machine)
+    if ranks.count() > 1 or 6 * config.context_length * pace > PATIENCE:  # six rows, or a few more short ones
+        return machine
     vocab = autosize.vocabulary(config)
     model = initialise(autosize.architecture_for(config, vocab).build()).to(measure.device())
     if (cost := measure_step(dry_trainer(config, model), dry_batch(config, vocab))) is None:
         return machine
-    pace = autosize.seconds_per_token(model, config, machine) * cost.tokens / cost.seconds
+    pace *= cost.tokens / cost.seconds
     return replace(machine, matmul=pace * machine.matmul, read=pace * machine.read)
 
 
@@ -60,18 +69,18 @@ def forecast(config: TrainConfig, size: int, machine: Machine, factor: float) ->
         closing = sum(FitSize.of(config.seconds, per_token * machine.threads).seconds) + 2 * BYTE_SECONDS * size
     left = replace(config, minutes=max(0.1 * config.minutes, config.minutes - closing / 60))
     expected = autosize.estimate(left, size, machine)
-    return replace(expected, bits=factor * expected.bits)
+    return replace(expected, bits=min(8.0, factor * expected.bits))  # 8: random bytes
 
 
 def describe_forecast(config: TrainConfig, corpus: Corpus) -> str:
-    """A line with the measured speed and the estimated loss of a complete config; takes a few seconds."""
+    """A line with the measured speed and the estimated loss of a complete config; takes some seconds."""
     config, machine = autosize.with_machine(config)
     size, measured = sum(d.size for d in corpus.train), measured_machine(config, machine)
     expected = forecast(config, size, measured, text_factor(corpus, config))
     low, high = ((1 + side * SPREAD) * expected.bits for side in (-1, 1))
     steps = plural(round(expected.tokens / (config.batch * config.context_length)), "step")
     return (
-        f"measured: {format_count(expected.rate)} tokens/s, {steps}; "
+        f"{'estimated' if measured is machine else 'measured'}: {format_count(expected.rate)} tokens/s, {steps}; "
         f"estimated: {expected.bits:.2f} bits/byte ({low:.2f} to {high:.2f})"
     )
 
@@ -81,9 +90,7 @@ def report_plan(config: TrainConfig, corpus: Corpus, display: Display, picture: 
     config, machine = autosize.with_machine(config)
     display.line(autosize.describe_machine(machine))
     size, plan = sum(d.size for d in corpus.train), machine.plan
-    sized = {
-        m: autosize.choose_size(replace(config, minutes=m), size, plan)[0] for m in {*MINUTES, config.minutes}
-    }
+    sized = {m: choose_size(replace(config, minutes=m), size, plan)[0] for m in {*MINUTES, config.minutes}}
     measured, factor = measured_machine(sized[config.minutes], plan), text_factor(corpus, config)
     expected = {minutes: forecast(sized[minutes], size, measured, factor) for minutes in sorted(sized)}
     bounds = {m: ((1 - SPREAD) * e.bits, e.bits, (1 + SPREAD) * e.bits) for m, e in expected.items()}

@@ -178,7 +178,7 @@ def _report(config: TrainConfig, trainer: Trainer, base: LoadedModel, display: D
 
 def _check_plan(config: TrainConfig, resume: bool, picture: Path) -> None:
     """Raise ValueError if the estimates of --plan do not apply to the run, or no picture can have this path."""
-    if picture.suffix != ".png" or not picture.parent.is_dir():
+    if picture.suffix != ".png" or not picture.parent.is_dir() or picture.is_dir():
         raise ValueError(f"--plan {picture}: expected a name like plan.png, in an existing folder")
     if config.base or config.steps or resume or not config.sources:
         raise ValueError("--plan estimates new models: it expects SOURCE, and no --from, --steps or --resume")
