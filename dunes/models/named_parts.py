@@ -97,26 +97,21 @@ def _attention(size: Config, chosen: dict[str, str], layer: int) -> Attention:
         return _latent_attention(size, chosen, layer)
     most = {"all": size.heads, "half": max(1, size.heads // 2), "one": 1}[chosen["kv"]]
     kv_heads = next(n for n in range(most, 0, -1) if size.heads % n == 0)
-    make: Callable[..., Attention] = Attention
-    kind, options = chosen["attention"], dict[str, object]()
-    if kind == "values":
-        make = partial(ValueResidualAttention, first=layer == 0)
-    elif kind == "gated":
-        make = GatedAttention
-    elif kind == "normed":
-        options = {name: RMSNorm(size.head_dim, EPS) for name in ("q_norm", "k_norm")}
-    elif kind == "sinks":
-        options = {"sinks": True}
-    elif kind == "capped":
-        options = {"softcap": SCORE_CAP}
-    return make(
+    values = partial(ValueResidualAttention, first=layer == 0)
+    makers: dict[str, Callable[..., Attention]] = {"values": values, "gated": GatedAttention}
+    options: dict[str, dict[str, object]] = {
+        "normed": {name: RMSNorm(size.head_dim, EPS) for name in ("q_norm", "k_norm")},
+        "sinks": {"sinks": True},
+        "capped": {"softcap": SCORE_CAP},
+    }
+    return makers.get(chosen["attention"], Attention)(
         size.dim,
         size.heads,
         kv_heads,
         head_dim=size.head_dim,
         position=_position(chosen["position"], size, layer),
         window=_window(chosen["window"], size, layer),
-        **options,
+        **options.get(chosen["attention"], {}),
     )
 
 

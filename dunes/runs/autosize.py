@@ -34,7 +34,7 @@ from dunes.ops.float32_products import float32_is_faster, repeat_choice
 from dunes.parts import Attention, Decoder, MoE
 from dunes.runs.config import RunConfig, T, adamw_rate
 from dunes.runs.memory import Build, Shape, TrainSetup, describe_memory, process_memory
-from dunes.runs.train_config import EXPERT_OPTIONS, TrainConfig, parse_size
+from dunes.runs.train_config import EXPERT_OPTIONS, VOCABULARY, TrainConfig, parse_size
 from dunes.text.tokenizer import SPECIAL
 from dunes.train.optim import named_optimizer
 from dunes.units import format_count, plural
@@ -76,6 +76,8 @@ INDEXING = 60
 FIT = "fitting the completion gate"
 WHY = "; a larger model would be undertrained, a smaller one has less capacity"
 
+BYTES_PER_ENTRY = 300
+"""Bytes of training text per entry of the vocabulary of a small text (docs/log/training.md, "Small texts")."""
 SIZES = [round(300_000 * 1.2**i) for i in range(45)]
 BATCH = 16
 BIAS_RATE = 1e-3
@@ -175,12 +177,9 @@ def autosize_run(config: TrainConfig, size: int) -> tuple[TrainConfig, list[str]
 
 def _regularized(config: TrainConfig, epochs: float) -> TrainConfig:
     """The config with `dropout`, and for text that is repeated often `weight_decay`, chosen if they are unset."""
-    repeated = epochs > FEW_EPOCHS
-    if config.dropout is None:
-        config = replace(config, dropout=DROPOUT if repeated else 0.0)
-    if config.weight_decay is None and repeated:
-        config = replace(config, weight_decay=WEIGHT_DECAY)
-    return config
+    repeated = {"dropout": DROPOUT, "weight_decay": WEIGHT_DECAY}
+    chosen: dict[str, Any] = repeated if epochs > FEW_EPOCHS else {"dropout": 0.0}
+    return replace(config, **{name: value for name, value in chosen.items() if getattr(config, name) is None})
 
 
 @dataclass(frozen=True)
@@ -293,9 +292,17 @@ def active_parameters(model: nn.Module) -> int:
     return tree.count(model) - sum(round(share * tree.count(experts)) for experts, share in idle)
 
 
+def with_vocabulary(config: TrainConfig, size: int) -> TrainConfig:
+    """The config with a vocabulary size for `size` bytes of training text, if a BPE tokenizer is to be trained."""
+    if config.tokenizer != "bpe" or config.base or config.vocab_size:
+        return config
+    entries = VOCABULARY if config.complete else min(VOCABULARY, max(512, size / BYTES_PER_ENTRY))
+    return replace(config, vocab_size=2 ** round(math.log2(entries)))
+
+
 def vocabulary(config: TrainConfig) -> int:
     """The expected vocabulary size, before the text is tokenized."""
-    return {"bpe": config.vocab_size, "bytes": 256 + len(SPECIAL), "chars": 110}[config.tokenizer]
+    return {"bpe": config.vocab_size or VOCABULARY, "bytes": 256 + len(SPECIAL), "chars": 110}[config.tokenizer]
 
 
 def config_for(config: TrainConfig, vocab: int) -> Any:

@@ -25,7 +25,7 @@ from dunes.data.batches import Side, join_texts, tail_start
 from dunes.data.fim import sentinels
 from dunes.data.sources import without_files
 from dunes.progress import Display, shown_by
-from dunes.runs.train_config import OF_COMPLETION, TrainConfig
+from dunes.runs.train_config import OF_COMPLETION, VOCABULARY, TrainConfig
 from dunes.text import Tokenizer
 from dunes.units import format_bytes, plural
 
@@ -148,7 +148,9 @@ def tokenize(config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer | None, d
     headers = config.with_headers
     if tokenizer is None:
         display.detail(f"training a {config.tokenizer} tokenizer")
-        tokenizer = Tokenizer.train(config.tokenizer, _sample(corpus.train, config), config.vocab_size)
+        tokenizer = Tokenizer.train(
+            config.tokenizer, _sample(corpus.train, config), config.vocab_size or VOCABULARY
+        )
     sides_documents = [documents for documents in (corpus.train, corpus.valid) if documents]
     with shown_by(display.state):
         shards = [token_shard(documents, tokenizer, headers=headers) for documents in sides_documents]

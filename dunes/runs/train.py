@@ -162,6 +162,7 @@ def _read_text(
     if not start.options.resume:  # a resumed run has already chosen them
         config, reasons, base = _choose_base(config, corpus, base, start.display)
     corpus = with_test_files(config, corpus)
+    config = autosize.with_vocabulary(config, sum(d.size for d in corpus.train))
     return replace(config, split=corpus.split), corpus, reasons, base, place
 
 

@@ -24,6 +24,8 @@ EXPERTS = 8
 """Default number of experts."""
 MAX_EXPERTS = 4096
 """Maximum number of experts."""
+VOCABULARY = 4096
+"""Default vocabulary size of the BPE tokenizer."""
 Tokenization = Literal["bpe", "bytes", "chars"]
 
 EXPERT_OPTIONS = ("experts", "experts_per_token", "shared_experts", "balancing")
@@ -84,8 +86,8 @@ class ModelShape:
     """Number of parameters, like 500k or 3m, or number of layers and hidden size, like 4x256."""
     tokenizer: Annotated[Tokenization, flag("bpe|bytes|chars")] = "bpe"
     """Tokenizer to train: byte-level BPE, bytes, or characters."""
-    vocab_size: Annotated[int, flag("TOKENS")] = 4096
-    """Vocabulary size of the BPE tokenizer."""
+    vocab_size: Annotated[int | None, flag("TOKENS", "4096; fewer for small texts")] = None
+    """Vocabulary size of the BPE tokenizer. Texts below 0.9 MB get 512 to 2048, unless the run completes lines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,11 +139,8 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.vocab_size != TrainConfig.vocab_size and self.tokenizer != "bpe":
-            raise ValueError(
-                f"--vocab-size is {self.vocab_size}, but a {self.tokenizer} tokenizer has a fixed "
-                "vocabulary; omit it"
-            )
+        if self.tokenizer != "bpe":
+            self.refuse_unused(("vocab_size",), f"a {self.tokenizer} tokenizer has a fixed vocabulary; omit it")
         if self.size and not self.shape:
             parse_size(self.size)
         _ = self.rate_factors, self.chosen_parts  # raises for invalid ones
