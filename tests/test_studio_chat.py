@@ -52,7 +52,6 @@ def test_answers_are_streamed_stopped_edited_regenerated_compared_and_saved(thre
         do([], {"Message": "abc", "max tokens": "7"}, "[aria-label=More]")
         do(["More", "Regenerate"], {}, "text=+ 7 tokens")
         do(["Models", "one"], {"Message": "b"}, "[aria-label=More] >> nth=1")
-        do(["More", "Prefer answer 2"], {}, "text=pairs.jsonl")  # its menu is closed before the next click
-        do(["More", "Save for finetuning"], {}, "text=chats.jsonl")
+        do(["More", "Prefer answer 2", "More", "Save for finetuning"], {}, "text=chats.jsonl")
     (pair,), (chat,) = (read_records(three / f"{name}.jsonl").rows for name in ("pairs", "chats"))
     assert (chat.turns[0].text, chat.turns[2].text, chat.turns[-1]) == ("abc", "b", pair.turns[-1])
