@@ -39,6 +39,8 @@ def test_answers_are_streamed_stopped_edited_regenerated_compared_and_saved(thre
     with studio(three) as address, opened(f"{address}/chat?model=long") as page:
 
         def do(clicks, fills, shown):
+            page.keyboard.press("Escape")  # the list of models stays open
+            page.locator(".q-menu").last.wait_for(state="hidden")
             for text in clicks:
                 page.get_by_text(text).or_(page.get_by_label(text)).last.click()
             for label, text in fills.items():
@@ -52,6 +54,7 @@ def test_answers_are_streamed_stopped_edited_regenerated_compared_and_saved(thre
         do([], {"Message": "abc", "max tokens": "7"}, "[aria-label=More]")
         do(["More", "Regenerate"], {}, "text=+ 7 tokens")
         do(["Models", "one"], {"Message": "b"}, "[aria-label=More] >> nth=1")
-        do(["More", "Prefer answer 2", "More", "Save for finetuning"], {}, "text=chats.jsonl")
+        do(["More", "Prefer answer 2"], {}, "text=pairs.jsonl")
+        do(["More", "Save for finetuning"], {}, "text=chats.jsonl")
     (pair,), (chat,) = (read_records(three / f"{name}.jsonl").rows for name in ("pairs", "chats"))
     assert (chat.turns[0].text, chat.turns[2].text, chat.turns[-1]) == ("abc", "b", pair.turns[-1])
