@@ -31,7 +31,7 @@ def test_two_different_answers_are_preferences_that_finetuning_reads(tmp_path):
     assert not any(pair_rows([], texts) for texts in (["a", "a"], ["", "b"], ["a"], ["a", "b", "c"]))
 
 
-@pytest.mark.slow
+@pytest.mark.long  # on a busy machine, the page sometimes reloads
 @needs_browser
 def test_answers_are_streamed_stopped_edited_regenerated_compared_and_saved(three):  # noqa: F811
     base = checkpoint.load_with_tokenizer(three / "base")
