@@ -8,10 +8,11 @@ starts (`--patch cautious`). What loses stays here, so that its row in docs/log 
 
 import math
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 from dunes.models import named_parts
-from dunes.parts import Attention, Decoder, Embedding
+from dunes.parts import Attention, Block, Decoder, Embedding
 from dunes.parts.context import ForwardContext
 
 import torch
@@ -296,8 +297,119 @@ def _ramp(lengths: tuple[int, ...], keeps_tokens: bool) -> Callable[[], None]:
 
 
 short_first, shorter_first = _ramp((2,), True), _ramp((4, 2), True)
+quarter_first, eighth_first = _ramp((4,), True), _ramp((8,), True)
 small_first = _ramp((2,), False)
 """Half the length, thus half the tokens in a step, while the first quarter of the tokens is read."""
+
+
+def _local_weights(strength: float, constant: float) -> Callable[[], None]:
+    """As `local_start`, by an element of the embeddings that is `constant` for all tokens, instead of biases."""
+
+    def patch() -> None:
+        from dunes.runs import train
+
+        initialise = train.initialise
+
+        def initialised(model: Any, *args: Any, **options: Any) -> Any:
+            model = initialise(model, *args, **options)
+            attn = model.blocks[0].attn
+            pairs = attn.head_dim // 2
+            angle = attn.position.base ** (-torch.arange(pairs) / pairs)
+            dim = model.embed.token.embedding_dim
+            normed = constant / math.sqrt((constant**2 + (dim - 1) * 0.02**2) / dim)
+            size = strength / normed * (angle > 0.05)
+            with torch.no_grad():
+                model.embed.token.weight[:, 0] = constant
+                query = torch.cat([size * (angle / 2).cos(), -size * (angle / 2).sin()])
+                attn.q.weight[:, 0] = query.repeat(attn.head_count)
+                attn.k.weight[:, 0] = torch.cat([size, 0 * size]).repeat(attn.kv_head_count)
+            return model
+
+        train.initialise = initialised
+
+    return patch
+
+
+local_weights, local_weights_large = _local_weights(4.5, 0.06), _local_weights(4.5, 0.4)
+
+
+def _local(model: Decoder, window: int | None, heads: int = 2) -> Decoder:
+    """The model after a block of attention alone, in which a token sees `window` tokens, its own included."""
+    first: Any = model.blocks[0]
+    dim = first.attn.q.in_features
+    attn = Attention(
+        dim, heads, head_dim=dim // heads, position=type(first.attn.position)(dim // heads), window=window
+    )
+    model.blocks.insert(0, Block(type(first.attn_norm)(dim, 1e-5), attn, None, None))
+    return model
+
+
+def pair_block(vocab: int, dim: int, depth: int, context_length: int) -> Decoder:
+    return _local(plain(vocab, dim, depth, context_length), 2)
+
+
+def four_block(vocab: int, dim: int, depth: int, context_length: int) -> Decoder:
+    return _local(plain(vocab, dim, depth, context_length), 4)
+
+
+def whole_block(vocab: int, dim: int, depth: int, context_length: int) -> Decoder:
+    return _local(plain(vocab, dim, depth, context_length), None)
+
+
+def _windows(*windows: int | None) -> Callable[[int, int, int, int], Decoder]:
+    """In the first layers, a token sees `windows` tokens, its own included."""
+
+    def build(vocab: int, dim: int, depth: int, context_length: int) -> Decoder:
+        model = plain(vocab, dim, depth, context_length)
+        for block, window in zip(model.blocks, windows, strict=False):
+            block.attn.window = window  # type: ignore[union-attr]
+        return model
+
+    return build
+
+
+first_sees2, first_sees3, first_sees4 = _windows(2), _windows(3), _windows(4)
+see_2_4, see_2_2, see_2_8, see_2_16_64 = _windows(2, 4), _windows(2, 2), _windows(2, 8), _windows(2, 16, 64)
+see_2_4_8, second_sees2, see_2_none_2 = _windows(2, 4, 8), _windows(None, 2), _windows(2, None, 2)
+see_2_32 = _windows(2, 32)
+
+
+def biased(vocab: int, dim: int, depth: int, context_length: int) -> Decoder:
+    """Queries and keys of the first layer have biases, for the patch `local_start`."""
+    model = plain(vocab, dim, depth, context_length)
+    old: Any = model.blocks[0].attn
+    options = {"head_dim": old.head_dim, "position": old.position, "bias": True, "out_bias": False}
+    model.blocks[0].attn = Attention(dim, old.head_count, old.kv_head_count, **options)
+    return model
+
+
+def _local_start(strength: float) -> Callable[[], None]:
+    """The heads of the first layer start by attending to the token and the one before, by the biases."""
+
+    def patch() -> None:
+        from dunes.runs import train
+
+        initialise = train.initialise
+
+        def initialised(model: Any, *args: Any, **options: Any) -> Any:
+            model = initialise(model, *args, **options)
+            attn = model.blocks[0].attn
+            pairs = attn.head_dim // 2
+            angle = attn.position.base ** (-torch.arange(pairs) / pairs)
+            size = strength * (angle > 0.05)
+            with torch.no_grad():
+                attn.q.bias.copy_(
+                    torch.cat([size * (angle / 2).cos(), -size * (angle / 2).sin()]).repeat(attn.head_count)
+                )
+                attn.k.bias.copy_(torch.cat([size, 0 * size]).repeat(attn.kv_head_count))
+            return model
+
+        train.initialise = initialised
+
+    return patch
+
+
+local_start, local_start2 = _local_start(4.5), _local_start(7.0)
 
 
 def momentum95() -> None:

@@ -24,6 +24,8 @@ from dunes.parts.recurrent import GatedConvolution, GatedDeltaNet, Mamba2
 EPS = 1e-5
 LOGIT_CAP, SCORE_CAP = 30.0, 50.0
 """Caps of logits and of attention scores, as in Gemma 2."""
+PAIR = 2
+"""Window of the first layer with `window=pair`: a token attends to itself and to the token before it."""
 
 
 def build(vocab: int, dim: int, depth: int, context_length: int, **parts: str) -> Decoder:
@@ -130,6 +132,8 @@ def _latent_attention(size: Config, chosen: dict[str, str], layer: int) -> Laten
 
 
 def _window(choice: str, size: Config, layer: int) -> int | None:
+    if choice == "pair" and layer == 0:
+        return PAIR
     return max(1, size.context_length // 2) if choice == "alternating" and layer % 2 == 0 else None
 
 
