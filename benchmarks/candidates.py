@@ -8,7 +8,6 @@ starts (`--patch cautious`). What loses stays here, so that its row in docs/log 
 
 import math
 from collections.abc import Callable, Iterator
-from itertools import count
 from typing import Any
 
 from dunes.models import named_parts

@@ -1,11 +1,12 @@
 """Dunes: Arcee, in whose first layer a token attends only to itself and the token before it.
 
-The default for training from scratch. In a model of two to four layers, attention to an earlier occurrence of a
-token (https://arxiv.org/abs/2209.11895) needs a first layer that looks one token back; the window gives it from the
-start (docs/log/training.md, "A first layer that sees two tokens"). transformers has no such family.
+This family is the default for training from scratch. To continue an earlier occurrence of a token
+(https://arxiv.org/abs/2209.11895), attention needs keys that depend on the token before theirs. The first layer
+computes these from the start, so it need not learn to attend one token back (docs/log/training.md, "A first layer
+that sees two tokens"). Only dunes can load models of this family.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 from dunes.models import arcee, llama
@@ -18,7 +19,7 @@ __all__ = ["IGNORED_NAMES", "NAMES", "Config", "build", "from_hf", "read", "refu
 
 @dataclass(frozen=True, kw_only=True)
 class Config(arcee.Config):
-    """Arcee's config, with a window for each layer: the number of tokens attended to, the token itself included."""
+    """Arcee's config and the windows of the layers: the tokens a token attends to, itself included (None: all)."""
 
     windows: tuple[int | None, ...]
 
