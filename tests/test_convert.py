@@ -276,7 +276,7 @@ def test_the_card_records_the_source(hf, tmp_path):
     assert (card["trained"], card["changes"]) == ({"steps": 3}, [{"name": "x"}])
 
 
-FORMS = [*FAMILIES, "llama tied", "qwen3 tied"]
+FORMS = [*(f for f in FAMILIES if f != "dunes"), "llama tied", "qwen3 tied"]
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -378,7 +378,7 @@ def tokenizer():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "dunes"])  # which transformers does not know
 def test_transformers_opens_our_folder(family, tokenizer, tmp_path):
     model = random_model(family, 0.05, vocab=tokenizer.vocab, dim=64, context=48)
     checkpoint.save(model, tmp_path, tokenizer, 48)

@@ -71,6 +71,9 @@ def save(
         raise ValueError(f"context_length is {context_length}; expected 1 or more tokens")
     reason = f"{type(model).__name__} has no context length"
     described = reason if context_length is None else hf_config_of(model, context_length)
+    if architecture is None and context_length is not None and isinstance(described, str):
+        own = hf_config_of(model, context_length, loads=False)
+        architecture = own if isinstance(own, Architecture) else None
     facts = {key: value for key, value in (facts or {}).items() if key != MASKED}
     facts |= {MASKED: masked} if (masked := masked_places(model)) else {}
     if isinstance(described, Architecture):

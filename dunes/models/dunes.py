@@ -1,9 +1,9 @@
-"""Dunes: Arcee, in whose first layer a token attends only to itself and the token before it.
+"""Dunes: Arcee, in whose first layers a token attends only to itself and the token before it.
 
 This family is the default for training from scratch. To continue an earlier occurrence of a token
-(https://arxiv.org/abs/2209.11895), attention needs keys that depend on the token before theirs. The first layer
-computes these from the start, so it need not learn to attend one token back (docs/log/training.md, "A first layer
-that sees two tokens"). Only dunes can load models of this family.
+(https://arxiv.org/abs/2209.11895), attention needs keys that depend on the tokens before theirs. The first layers
+compute these from the start, so they need not learn to attend one token back (docs/log/training.md, "First layers
+that see two tokens"). Only dunes can load models of this family.
 """
 
 from dataclasses import dataclass
@@ -16,10 +16,15 @@ from dunes.parts import Attention, Decoder
 
 __all__ = ["IGNORED_NAMES", "NAMES", "Config", "build", "from_hf", "read", "refusal", "to_hf"]
 
+PAIR = 2
+"""Window of the first layers: a token attends to itself and to the token before it."""
+PAIR_LAYERS = 2
+"""Number of first layers with this window, of which the last layer of a model is never one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config(arcee.Config):
-    """Arcee's config and the windows of the layers: the tokens a token attends to, itself included (None: all)."""
+    """Arcee's config, with a window for each layer, or None."""
 
     windows: tuple[int | None, ...]
 
@@ -27,7 +32,7 @@ class Config(arcee.Config):
     def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
         """A config of this width and depth for training from scratch."""
         base = vars(arcee.Config.from_size(vocab, dim, depth, context_length))
-        return cls(**base, windows=(2 if depth > 1 else None, *[None] * (depth - 1)))
+        return cls(**base, windows=tuple(PAIR if i < min(PAIR_LAYERS, depth - 1) else None for i in range(depth)))
 
 
 def attention(config: Config, layer: int) -> Attention:
@@ -41,17 +46,17 @@ def build(config: Config) -> Decoder:
 
 def read(model: Any, context_length: int) -> Config:
     """The Config of a built model. Raises AttributeError if the model lacks an expected part, and ValueError if no
-    layer has a window, since the model is an Arcee."""
+    layer has a window of PAIR."""
     windows = tuple(block.attn.window for block in model.blocks)
-    if not any(windows):
-        raise ValueError("no layer has a window")
+    if PAIR not in windows:
+        raise ValueError(f"no layer has a window of {PAIR}")
     return Config(**vars(arcee.read(model, context_length)), windows=windows)
 
 
 def from_hf(hf: dict[str, Any]) -> Config:
     """Convert a config.json to a Config. Raises ValueError for unsupported settings."""
-    first = [layer == 0 for layer in range(size(hf, "num_hidden_layers"))]
-    return Config(**vars(arcee.from_hf(hf)), windows=layer_windows({"sliding_window": 2} | hf, first))
+    windows = layer_windows(hf, [False] * size(hf, "num_hidden_layers"))
+    return Config(**vars(arcee.from_hf(hf)), windows=windows)
 
 
 def to_hf(config: Config) -> dict[str, Any]:
@@ -61,5 +66,5 @@ def to_hf(config: Config) -> dict[str, Any]:
 
 
 def refusal(config: Config) -> str:
-    """The reason why transformers does not run the model: it knows no such family."""
+    """The reason why transformers does not run the model."""
     return "it knows no family of this name; train with --family arcee for a model that it knows"
