@@ -213,7 +213,7 @@ def test_the_choice_of_products_follows_from_the_processor_or_the_record(monkeyp
         float32_products.repeat_choice(None)
 
 
-@pytest.mark.parametrize("window", [None, 3, 70])
+@pytest.mark.parametrize("window", [None, 2, 3, 70])
 @pytest.mark.parametrize(("heads", "kv"), [(4, 4), (6, 2), (5, 1)])
 def test_attention_within_documents(window, heads, kv):
     torch.manual_seed(0)
@@ -226,7 +226,8 @@ def test_attention_within_documents(window, heads, kv):
         seen &= place > place[:, None] - window
     groups = attention.query_blocks(document_starts, q.dtype, window)
     varlen = lambda q, k, v: attention.varlen_attention(q, k, v, groups)
-    both(varlen, lambda q, k, v: attention.plain(q, k, v, seen), [q, k, v])
+    pair = lambda q, k, v: attention.pair_attention(q, k, v, (document_starts == place)[None])
+    both(pair if window == 2 else varlen, lambda q, k, v: attention.plain(q, k, v, seen), [q, k, v])
 
 
 @pytest.mark.parametrize("bias", [None, torch.randn(7)])

@@ -17,6 +17,7 @@ from dunes.ops.scaled_dot_product import (
     attend,
     attend_scored,
     causal_attention,
+    pair_attention,
     query_blocks,
     varlen_attention,
 )
@@ -107,13 +108,19 @@ class ForwardContext:
         """Numbers (B or 1, T), equal within a document; None with a cache or consecutive positions."""
         if self.cache is not None or self.consecutive:
             return None
+        return self.document_starts[None] if self.document_starts is not None else self.starts().cumsum(1)
+
+    def starts(self) -> Tensor:
+        """Mask (B or 1, T), True for the first token of each document, and for padding; there is no cache."""
         if self.document_starts is not None:
-            return self.document_starts[None]
+            return (self.document_starts == torch.arange(len(self.document_starts)))[None]
         previous = F.pad(self.positions[:, :-1], (1, 0), value=-1)  # position 0 after padding starts a document
-        return ((previous < 0) | (self.positions != previous + 1)).cumsum(1)
+        return (previous < 0) | (self.positions != previous + 1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, dropout: float = 0.0) -> Tensor:
         """The output (B, H, T, D) of attention; `k` and `v` come from `put`, `window` is as in `mask`."""
+        if window == 2 and self.cache is None and not dropout:
+            return pair_attention(q, k, v, self.once("starts", self.starts))
         if (starts := self.document_starts) is not None:
             blocks = self.once(("query blocks", q.dtype, window), lambda: query_blocks(starts, q.dtype, window))
             return varlen_attention(q, k, v, blocks)

@@ -358,14 +358,20 @@ def seconds_per_token(model: Decoder, config: TrainConfig, machine: Machine) -> 
 def flops(model: nn.Module, context: int) -> float:
     """Training FLOPs per token if all weights are trained: 6 per weight of each matrix, plus attention.
 
-    Masked attention scores are included, since they are computed. The optimizer is not included.
+    Masked attention scores are included, since they are computed, except those of `pair_attention`. The optimizer is
+    not included.
     """
     weights = sum(share * inputs * outputs for inputs, outputs, share in products(model))
     if isinstance(model, Decoder) and (reads := (model.head is None) + len(model.ahead or ())):
         weights += reads * model.embed.token.num_embeddings * model.embed.token.embedding_dim
     attentions = (m for m in model.modules() if isinstance(m, Attention))
-    across = sum(m.head_count * m.head_dim + m.out.in_features for m in attentions)
-    return 6.0 * weights + 6.0 * across * context
+    across = sum((m.head_count * m.head_dim + m.out.in_features) * _span(m, context) for m in attentions)
+    return 6.0 * weights + 6.0 * across
+
+
+def _span(attention: Attention, context: int) -> int:
+    """Number of scores per token that attention computes."""
+    return 2 if attention.window == 2 else context
 
 
 def products(model: nn.Module) -> Iterator[tuple[int, int, float]]:
@@ -386,7 +392,7 @@ def products(model: nn.Module) -> Iterator[tuple[int, int, float]]:
 def activation_bytes(model: nn.Module, context: int) -> float:
     """Bytes of activations per token in a forward pass, at two bytes per number."""
     linear = sum(share * (inputs + outputs) for inputs, outputs, share in products(model))
-    scores = sum(m.head_count * context for m in model.modules() if isinstance(m, Attention))
+    scores = sum(m.head_count * _span(m, context) for m in model.modules() if isinstance(m, Attention))
     reads = 1 + len(model.layers) - len(model.blocks) if isinstance(model, Decoder) else 0
     vocab = reads * model.embed.token.num_embeddings if isinstance(model, Decoder) else 0
     return 2.0 * (linear + scores + vocab)
