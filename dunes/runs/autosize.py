@@ -358,8 +358,8 @@ def seconds_per_token(model: Decoder, config: TrainConfig, machine: Machine) -> 
 def flops(model: nn.Module, context: int) -> float:
     """Training FLOPs per token if all weights are trained: 6 per weight of each matrix, plus attention.
 
-    Masked attention scores are included, since they are computed, except those of `pair_attention`. The optimizer is
-    not included.
+    Masked attention scores are included, since they are computed, except in `pair_attention`. The optimizer is not
+    included.
     """
     weights = sum(share * inputs * outputs for inputs, outputs, share in products(model))
     if isinstance(model, Decoder) and (reads := (model.head is None) + len(model.ahead or ())):
