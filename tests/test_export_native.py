@@ -553,7 +553,7 @@ def test_the_command_exports_networks(request, kind, to, command, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "dunes"])
 def test_onnx_computes_the_same(tmp_path, family):
     onnxruntime = pytest.importorskip("onnxruntime")
     model = model_of(family)

@@ -159,7 +159,8 @@ def _architecture(family: str) -> str:
     """llama.cpp's name of a family. Raises ValueError for a family that cannot be written as GGUF."""
     if family not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise ValueError(f"GGUF files cannot be written for {family}, only for {known}; export it with --to hf")
+        remedy = "export it with --to hf, or train a new model with --family arcee"
+        raise ValueError(f"GGUF files cannot be written for {family}, only for {known}; {remedy}")
     return ARCHITECTURES[family]
 
 
