@@ -98,8 +98,9 @@ class FirstInputAttention(Attention):
         return q, k, self.v(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
-def plain(vocab: int, dim: int, depth: int, context_length: int, **parts: str) -> Decoder:
-    return named_parts.build(vocab, dim, depth, context_length, **parts)
+def plain(vocab: int, dim: int, depth: int, context_length: int) -> Decoder:
+    """Arcee's form, the default until 2026-11-30."""
+    return named_parts.build(vocab, dim, depth, context_length)
 
 
 def bigram(vocab: int, dim: int, depth: int, context_length: int) -> Decoder:
@@ -296,7 +297,6 @@ def _ramp(lengths: tuple[int, ...], keeps_tokens: bool) -> Callable[[], None]:
 
 
 short_first, shorter_first = _ramp((2,), True), _ramp((4, 2), True)
-quarter_first, eighth_first = _ramp((4,), True), _ramp((8,), True)
 small_first = _ramp((2,), False)
 """Half the length, thus half the tokens in a step, while the first quarter of the tokens is read."""
 
@@ -368,9 +368,8 @@ def _windows(*windows: int | None) -> Callable[[int, int, int, int], Decoder]:
 
 
 first_sees2, first_sees3, first_sees4 = _windows(2), _windows(3), _windows(4)
-see_2_4, see_2_2, see_2_8, see_2_16_64 = _windows(2, 4), _windows(2, 2), _windows(2, 8), _windows(2, 16, 64)
-see_2_4_8, second_sees2, see_2_none_2 = _windows(2, 4, 8), _windows(None, 2), _windows(2, None, 2)
-see_2_32 = _windows(2, 32)
+see_2_2, see_2_4, see_2_8 = _windows(2, 2), _windows(2, 4), _windows(2, 8)
+see_2_2_2, see_2_4_8 = _windows(2, 2, 2), _windows(2, 4, 8)
 
 
 def biased(vocab: int, dim: int, depth: int, context_length: int) -> Decoder:

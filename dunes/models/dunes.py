@@ -16,10 +16,13 @@ from dunes.parts import Attention, Decoder
 
 __all__ = ["IGNORED_NAMES", "NAMES", "Config", "build", "from_hf", "read", "refusal", "to_hf"]
 
-PAIR = 2
-"""Window of the first layers: a token attends to itself and to the token before it."""
-PAIR_LAYERS = 2
-"""Number of first layers with this window, of which the last layer of a model is never one."""
+PAIR, PAIR_LAYERS = 2, 2
+"""Window of the first layers, the token itself included, and the number of these layers."""
+
+
+def window(layer: int, depth: int) -> int | None:
+    """The window of a layer in a new model; the last layer has none."""
+    return PAIR if layer < min(PAIR_LAYERS, depth - 1) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +35,7 @@ class Config(arcee.Config):
     def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
         """A config of this width and depth for training from scratch."""
         base = vars(arcee.Config.from_size(vocab, dim, depth, context_length))
-        return cls(**base, windows=tuple(PAIR if i < min(PAIR_LAYERS, depth - 1) else None for i in range(depth)))
+        return cls(**base, windows=tuple(window(layer, depth) for layer in range(depth)))
 
 
 def attention(config: Config, layer: int) -> Attention:

@@ -1,4 +1,4 @@
-"""A model from named parts: the default model of `dunes train`, with some of its parts replaced.
+"""A model from named parts: the family `arcee`, with some of its parts replaced.
 
 `dunes train --parts mlp=gated position=alibi` trains such a model, and `benchmarks/parts.py` compares parts by
 validation loss. `flags.PARTS` maps the names of parts to choices; the first choice is the default. To use a part
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dunes.flags import PARTS
+from dunes.models.dunes import window
 from dunes.models.llama import Config
 from dunes.parts import MLP, Attention, Block, Decoder, Embedding, GatedMLP, RMSNorm, Rotary, squared_relu
 from dunes.parts.attention import GatedAttention, ValueResidualAttention
@@ -24,8 +25,6 @@ from dunes.parts.recurrent import GatedConvolution, GatedDeltaNet, Mamba2
 EPS = 1e-5
 LOGIT_CAP, SCORE_CAP = 30.0, 50.0
 """Caps of logits and of attention scores, as in Gemma 2."""
-PAIR = 2
-"""Window of the first layer with `window=pair`: a token attends to itself and to the token before it."""
 
 
 def build(vocab: int, dim: int, depth: int, context_length: int, **parts: str) -> Decoder:
@@ -132,8 +131,8 @@ def _latent_attention(size: Config, chosen: dict[str, str], layer: int) -> Laten
 
 
 def _window(choice: str, size: Config, layer: int) -> int | None:
-    if choice == "pair" and layer == 0:
-        return PAIR
+    if choice == "pair":
+        return window(layer, size.depth)
     return max(1, size.context_length // 2) if choice == "alternating" and layer % 2 == 0 else None
 
 
