@@ -36,7 +36,6 @@ PARTS = {
     "window": ("none", "alternating", "pair"),
     "head": ("tied", "untied"),
     "logits": ("plain", "capped"),
-    "ahead": ("none", "one", "two"),
 }
 """Names of the parts of `models.named_parts`, and the choices for each part; the first choice is the default."""
 

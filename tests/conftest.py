@@ -74,8 +74,7 @@ LONG = re.compile(
 
 SLOW = re.compile(
     r"""
-    test_ahead.py::test_counts_and_estimates
-    | test_endpoint.py::test_one_and_sixteen.*anthropic
+    test_endpoint.py::test_one_and_sixteen.*anthropic
     | test_finetune.py::test_(a_run_by_the_clock|each_method.*(dora|pissa|lora-experts))
     | test_moe.py::test_the_grouped_product_is_an_operator
     | test_operation.py::test_(graphs_read|products_of_experts_pass)

@@ -17,6 +17,8 @@ from dunes.data import Batches, Example, PackedText, Windows
 from dunes.data.batches import best_fit, collate
 from dunes.evaluate.text_loss import evaluate
 from dunes.models import FAMILIES
+from dunes.models.initialise import initialise
+from dunes.models.named_parts import build
 from dunes.ops.cross_entropy import IGNORE
 from dunes.parts import Cache, Checkpointed, decoder
 from dunes.parts.context import document_starts, supports_packing
@@ -26,6 +28,7 @@ from dunes.train import loss
 from dunes.train.loss import next_token_loss
 from dunes.train.trainer import Trainer
 from own_parts import OWN, of_own_parts
+from small_models import add_noise
 
 VOCAB, CONTEXT, END = 50, 24, 49
 FAMILY = ("llama", "gpt2", "mistral")
@@ -268,6 +271,29 @@ def test_dropout_of_attention_keeps_the_rows_as_they_are():
     ids, targets, positions = Batches(EXAMPLES, CONTEXT, 2, packed=False).batch(0)
     module(ids, positions, targets=targets)
     assert seen == [ids.shape]
+
+
+@pytest.mark.parametrize("way", ["flattened", "masked", "by length"])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"head": "untied", "position": "learned"},
+        {"logits": "capped", "window": "alternating"},
+        {"attention": "values", "block": "sandwich", "position": "alibi"},
+    ],
+    ids=lambda parts: "-".join(parts.values()),
+)
+def test_named_parts_learn_of_packed_documents_what_each_teaches_alone(parts, way, monkeypatch):
+    """Also where a layer hands its values on to the later ones."""
+    module = add_noise(initialise(build(VOCAB, 32, 2, CONTEXT, norm="layer", **parts)), 0.1).double()
+    if way == "masked":
+        monkeypatch.setattr(decoder, "readable_on_host", lambda x: False)
+    elif way == "by length":
+        monkeypatch.setattr(decoder, "supports_packing", lambda x: False)
+    want, found = (taught(module, batches, nats) for batches in (alone(EXAMPLES), packed()))
+    assert found[1] == want[1]
+    assert abs(found[0] / want[0] - 1) < 1e-6
+    assert (found[2] - want[2]).norm() < 1e-6 * want[2].norm()
 
 
 # Parts of one's own, which may mix tokens

@@ -54,11 +54,11 @@ def decide(model: nn.Module, options: Narrow, ids: Tensor | None = None) -> Chan
         raise ValueError(f"blocks is {blocks}; expected 1 to {len(model.blocks) - 1}, fewer than the model has")
     if blocks is not None and (name := order_matters(model)):
         raise ValueError(f"{name} uses results of an earlier block; remove heads or neurons instead")
-    numbers = dict(_units(model.trunk, request))
+    numbers = dict(_units(model, request))
     scores = importances(model, ids, {name: count for name, (_, count, _) in numbers.items()})
     places = _kept_units(numbers, scores, options.uneven)
     if experts is not None:
-        mixtures = _kept_experts(model.trunk, scores, experts)
+        mixtures = _kept_experts(model, scores, experts)
         removed = {
             f"{name}.experts.{e}"
             for name, units in mixtures.items()

@@ -103,7 +103,7 @@ def prefill(subject: Subject, setting: Setting) -> Work:
 
     setup = lambda: Cache(setting.batch, setting.context, measure.device())
     head = 2.0 * _table(model).numel()
-    work = tokens * flops(model.trunk, setting.context) / 3 - (tokens - setting.batch) * head
+    work = tokens * flops(model, setting.context) / 3 - (tokens - setting.batch) * head
     return Work(run, tokens, setup=setup, flops=work, bytes=weight_bytes(model, tokens), model=model)
 
 
@@ -133,7 +133,7 @@ def decode(subject: Subject, setting: Setting) -> Work:
             pass
 
     steps, middle = count - 1, half + count / 2
-    work = setting.batch * steps * flops(model.trunk, int(middle)) / 3
+    work = setting.batch * steps * flops(model, int(middle)) / 3
     cached = setting.batch * cache_elements(model, middle) * _table(model).element_size()
     size = steps * (weight_bytes(model, setting.batch) + cached)
     form = None if step is None else "native"
@@ -158,7 +158,7 @@ def score(subject: Subject, setting: Setting) -> Work:
     ids = _random_ids(model, 1, setting.batch * setting.context + 1)[0].numpy() % 256
     run = lambda _: evaluate(LoadedModel(model, tokenizer, setting.context), ids, getattr(torch, setting.dtype))
     tokens = setting.batch * setting.context
-    return Work(run, tokens, flops=tokens * flops(model.trunk, setting.context) / 3, model=model)
+    return Work(run, tokens, flops=tokens * flops(model, setting.context) / 3, model=model)
 
 
 @benchmark(reads=("context-length", "dtype"))
@@ -207,8 +207,8 @@ def weight_bytes(model: Decoder, tokens: int = 1) -> float:
     the expert for at least one token.
     """
     tied = _table(model).nbytes if model.head is None else 0
-    all_weights, embeddings = _active_bytes(model.trunk), _active_bytes(model.embed)
-    mixtures = (m for m in model.trunk.modules() if isinstance(m, MoE))
+    all_weights, embeddings = _active_bytes(model), _active_bytes(model.embed)
+    mixtures = (m for m in model.modules() if isinstance(m, MoE))
     idle = sum(_active_bytes(m.experts) * (1 - m.top_k / len(m.experts)) ** tokens for m in mixtures)
     return all_weights - embeddings + tied - idle
 
@@ -226,7 +226,7 @@ def _table(model: Decoder) -> torch.Tensor:
 def cache_elements(model: Decoder, tokens: float) -> float:
     """Number of KV-cache elements that the token after `tokens` tokens of a sequence reads, at most a window per
     layer."""
-    layers = (m for m in model.trunk.modules() if isinstance(m, Attention))
+    layers = (m for m in model.modules() if isinstance(m, Attention))
     return sum(m.cache_width * min(tokens, m.window or tokens) for m in layers)
 
 

@@ -348,8 +348,6 @@ def hf_config_of(model: nn.Module, context_length: int, loads: bool = True) -> A
 
     If `loads` is true, the result is also text if transformers refuses the config or computes other logits.
     """
-    if getattr(model, "ahead", None) is not None:
-        return "it has modules that predict further ahead in training; save `model.trunk`, which lacks them"
     reasons: list[tuple[bool, int, str]] = []  # (can read the model, number of equal modules, difference)
     for family, module in FAMILIES.items():
         try:

@@ -17,7 +17,6 @@ from dunes.models.dunes import window
 from dunes.models.llama import Config
 from dunes.parts import MLP, Attention, Block, Decoder, Embedding, GatedMLP, RMSNorm, Rotary, squared_relu
 from dunes.parts.attention import GatedAttention, ValueResidualAttention
-from dunes.parts.decoder import MultiTokenPredictor
 from dunes.parts.latent_attention import LatentAttention
 from dunes.parts.position import Alibi, PartialRotary, Position
 from dunes.parts.recurrent import GatedConvolution, GatedDeltaNet, Mamba2
@@ -40,13 +39,12 @@ def build(vocab: int, dim: int, depth: int, context_length: int, **parts: str) -
     size = Config.from_size(vocab, dim, depth, context_length)
     blocks = [
         _block(chosen["block"], norm, _mixer(size, chosen, layer), _mlp(chosen["mlp"], dim))
-        for layer in range(depth + PARTS["ahead"].index(chosen["ahead"]))
+        for layer in range(depth)
     ]
-    ahead = [MultiTokenPredictor(dim, norm(), norm(), block, norm()) for block in blocks[depth:]]
     places = context_length if chosen["position"] == "learned" else None
     head = None if chosen["head"] == "tied" else nn.Linear(dim, vocab, bias=False)
     cap = LOGIT_CAP if chosen["logits"] == "capped" else None
-    return Decoder(Embedding(vocab, dim, places), blocks[:depth], norm(), head, cap, ahead)
+    return Decoder(Embedding(vocab, dim, places), blocks, norm(), head, cap)
 
 
 def _mlp(choice: str, dim: int) -> nn.Module:

@@ -160,14 +160,6 @@ class ForwardContext:
         """The positions (B or 1, S) of the keys that `put` returns, -1 for an empty slot."""
         return self.positions if self.cache is None else self.cache.slot_positions(self.positions.amax(1))
 
-    def document_ends(self) -> Tensor:
-        """Mask (B or 1, T), True for the last token of each document, and for padding."""
-        if (starts := self.document_starts) is not None:
-            follows = starts[None].diff() == 0
-        else:
-            follows = (self.positions.diff() == 1) & (self.positions[:, :-1] >= 0)
-        return ~F.pad(follows, (0, 1))
-
     def mask(self, window: int | None = None) -> Tensor | None:
         """Attention mask (B, T, S), True if a query may attend to a key; None for plain causal attention.
 

@@ -36,6 +36,7 @@ from dunes.parts.recurrent_cache import RecurrentCache
 Read = Callable[[Tensor, ForwardContext], Tensor]
 LossSums = tuple[Tensor, Tensor, dict[str, tuple[Tensor, Tensor]]]
 RowLosses = tuple[Tensor, Tensor, dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]
+LossInputs = tuple[Tensor, Tensor, bool, dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]
 
 PAD_MULTIPLE = QUERY_BLOCK
 """Rows of packed documents are padded to a multiple of this number of tokens."""
@@ -98,45 +99,16 @@ class Block(nn.Module):
         return out
 
 
-class MultiTokenPredictor(nn.Module):
-    """A module of `Decoder.ahead`; it predicts one token further ahead than the previous module.
-
-    `block` is applied to a linear map of two normed inputs: the previous module's states, and the embeddings of
-    later tokens. `norm` and then the head are applied to the block's output. Section 2.2 of
-    https://arxiv.org/abs/2412.19437.
-    """
-
-    supports_packing = True
-
-    def __init__(
-        self, dim: int, state_norm: nn.Module, token_norm: nn.Module, block: nn.Module, norm: nn.Module
-    ) -> None:
-        super().__init__()
-        self.state_norm, self.token_norm, self.block, self.norm = state_norm, token_norm, block, norm
-        self.join = nn.Linear(2 * dim, dim, bias=False)
-
-    def forward(self, x: Tensor, tokens: Tensor, ctx: ForwardContext, layer: int) -> tuple[Tensor, Tensor]:
-        """States and embeddings (B, T, dim) -> states for the next module, and states for the head."""
-        x = self.join(torch.cat([self.state_norm(x), self.token_norm(tokens)], -1))
-        x = self.block(x, ctx, layer)
-        return x, self.norm(x)
-
-
 class Decoder(nn.Module):
     """A decoder-only language model. With `head=None` the token embedding is also the head (tied weights).
 
     `softcap` bounds the logits, by softcap * tanh(logits / softcap). Documents packed into one row do not attend
     to each other. If a module's class does not declare `supports_packing`, training and generation are slower:
-    each document is computed in its own row, and `cache_for` returns None. Each `MultiTokenPredictor` in `ahead`
-    predicts one token further ahead than the previous one, in training only (multi-token prediction,
-    https://arxiv.org/abs/2404.19737). A predictor's loss excludes positions without a target that far ahead.
-    `ahead_weight` times the mean of the predictors' losses is added to the model's loss. Each predictor's loss is
-    a metric (`ahead_1`, ...).
+    each document is computed in its own row, and `cache_for` returns None.
     """
 
     supports_packing = True
     softcap: float | None = None  # a class attribute does not change the saved structure of other models
-    ahead_weight: float = 0.3
 
     def __init__(
         self,
@@ -145,14 +117,10 @@ class Decoder(nn.Module):
         norm: nn.Module,
         head: nn.Module | None = None,
         softcap: float | None = None,
-        ahead: Sequence[nn.Module] = (),
-        ahead_weight: float = 0.3,
     ) -> None:
         super().__init__()
         if softcap is not None:
             self.softcap = softcap
-        if ahead:
-            self.ahead_weight = ahead_weight
         self.embed: Any = fitted("embed", embed, "ids, ctx")  # an Embedding, or a module of the user
         if head is None and not hasattr(embed, "token"):
             raise ValueError(
@@ -161,23 +129,8 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(with_context("a block", block) for block in blocks)
         self.norm = fitted("norm", norm, "x")
         self.head = None if head is None else fitted("head", head, "x")
-        self.ahead: nn.ModuleList | None
-        # Registered last, so that other parts get the same initial values as without `ahead`.
-        self.register_module("ahead", nn.ModuleList(ahead) if ahead else None)
-        if len(set(map(id, self.layers))) < len(self.layers):
+        if len(set(self.blocks)) < len(self.blocks):
             raise ValueError("the same block occurs twice in `blocks`; build a new one for each layer")
-
-    @property
-    def layers(self) -> list[nn.Module]:
-        """The blocks, followed by the modules of `ahead`."""
-        return [*self.blocks, *(self.ahead or ())]
-
-    @property
-    def trunk(self) -> "Decoder":
-        """The model without `ahead`, with the same parts, for evaluation and generation."""
-        if self.ahead is None:
-            return self
-        return Decoder(self.embed, [*self.blocks], self.norm, self.head, self.softcap)
 
     def forward(
         self,
@@ -195,12 +148,11 @@ class Decoder(nn.Module):
 
         With `targets` (B, T), returns (loss, count, metrics): the summed cross entropy in nats (float32), the
         number of targets other than IGNORE, and metrics by name as (sum, count). In training the loss includes the
-        auxiliary losses of parts, times the count, and the losses of `ahead`; all these losses are also metrics.
-        Raises ValueError for targets together with `cache` or `last`.
+        auxiliary losses of parts, times the count; they are also metrics. Raises ValueError for targets together
+        with `cache` or `last`.
 
         With `by_row`, returns (losses, counts, auxiliary, metrics): the cross entropy and the number of targets of
-        each row (B,), the auxiliary losses of the parts by name (not in `losses`), and the other metrics. Modules
-        of `ahead` are not computed.
+        each row (B,), the auxiliary losses of the parts by name (not in `losses`), and the other metrics.
         """
         if targets is not None:
             if cache is not None or last is not None:
@@ -251,84 +203,55 @@ class Decoder(nn.Module):
         return states.new_zeros(ids.numel(), states.shape[1]).index_copy(0, index, states).view(*ids.shape, -1)
 
     def _states(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
-        states: Tensor = self.norm(self._run(self.embed(ids, ctx), ctx))
+        x = self.embed(ids, ctx)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, ctx, layer)
+        states: Tensor = self.norm(x)
         ctx.close()
         return states
 
     def _logits(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         return self.logits(self._states(ids, ctx))
 
-    def _run(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        for layer, block in enumerate(self.blocks):
-            x = block(x, ctx, layer)
-        return x
-
-    def _outputs(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """The input (B, T, width) of the loss: states, or logits if the head may mix tokens.
-
-        In training, outputs of the `ahead` modules are concatenated in the last dimension.
-        """
-        tokens = self.embed(ids, ctx)
-        states = [self.norm(x := self._run(tokens, ctx))]
-        for layer, module in enumerate(self._trained_ahead, len(self.blocks)):
-            tokens = _next(tokens, ctx, 0.0)
-            x, normed = module(x, tokens, ctx, layer)
-            states.append(normed)
-        outputs = [self.logits(x) for x in states] if self._head_mixes else states
-        return torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0]
-
-    @property
-    def _trained_ahead(self) -> list[nn.Module]:
-        return self.layers[len(self.blocks) :] if self.training else []
-
     def _loss(self, ids: Tensor, targets: Tensor, positions: Tensor | None) -> LossSums:
-        """The loss. With a plain linear head, the logits are never materialised.
-
-        Tensors on a CPU can be read without synchronisation, so `varlen_attention` can be used there. With
-        `varlen_attention`, padding is dropped before the first block, and tokens without a target before the head.
-        """
-        starts = None
-        if positions is not None and self._uses_varlen(positions := positions.expand_as(ids)):
-            ids, targets, positions, starts = _flatten_documents(ids, targets, positions)
-        with record_auxiliary(self) as recorded:
-            if positions is not None and starts is not None:
-                x = self._outputs(ids, ctx := ForwardContext(positions, document_starts=starts))
-            else:
-                x, ctx = self._apply_separately(self._outputs, ids, positions), ForwardContext.of(ids, positions)
-        first, *ahead = x.chunk(1 + len(self._trained_ahead), -1)
-        total, count = self._cross_entropy(first.flatten(0, 1), targets.flatten(), starts is not None)
-        real = None if positions is None or not supports_packing(self) else positions.flatten() >= 0
-        losses, metrics = auxiliary_losses(recorded, real)
+        """The loss. With a plain linear head, the logits are never materialised."""
+        x, targets, flattened, losses, metrics = self._loss_inputs(ids, targets, positions)
+        total, count = self._cross_entropy(x, targets, flattened)
         for name, loss in losses.items():
             added = count * loss
             total, metrics[name] = total + added, (added.detach(), count)
-        for depth, x in enumerate(ahead, 1):
-            targets = _next(targets, ctx, IGNORE)
-            each, number = self._cross_entropy(x.flatten(0, 1), targets.flatten(), starts is not None)
-            total = total + count * self.ahead_weight / len(ahead) * each / number.clamp(min=1)
-            metrics[f"ahead_{depth}"] = each.detach(), number
         return total, count, metrics
 
     def _row_losses(self, ids: Tensor, targets: Tensor, positions: Tensor | None) -> RowLosses:
-        """Loss and number of targets of each row; may drop tokens that do not affect the loss, as `_loss` does."""
-        counts, starts = (targets != IGNORE).sum(1), None
-        read = self._logits if self._head_mixes else self._states
-        if positions is not None and self._uses_varlen(positions := positions.expand_as(ids)):
-            ids, targets, positions, starts = _flatten_documents(ids, targets, positions)
-        with record_auxiliary(self) as recorded:
-            if positions is not None and starts is not None:
-                x = read(ids, ForwardContext(positions, document_starts=starts))
-            else:
-                x = self._apply_separately(read, ids, positions)
-        x, targets = x.flatten(0, 1), targets.flatten()
-        if starts is None:
+        """Loss and number of targets of each row."""
+        counts = (targets != IGNORE).sum(1)
+        x, targets, flattened, auxiliary, metrics = self._loss_inputs(ids, targets, positions)
+        if not flattened:
             losses = self._token_losses(x, targets).view(len(counts), -1).sum(1)
         else:  # `_target_index` returns the targets first, in the order of the rows
             index, sizes = _target_index(targets), counts.tolist()
             each = self._token_losses(x[index], targets[index])[: sum(sizes)]
             losses = torch.stack([row.sum() for row in torch.split(each, sizes)])
+        return losses, counts, auxiliary, metrics
+
+    def _loss_inputs(self, ids: Tensor, targets: Tensor, positions: Tensor | None) -> LossInputs:
+        """The states (N, dim), or logits (N, V) if the head may mix tokens, and the targets (N,).
+
+        Also returns True if the documents were computed in one row, and the auxiliary losses and the metrics.
+        Tensors on a CPU can be read without synchronisation, so `varlen_attention` can be used there. With
+        `varlen_attention`, padding is dropped before the first block; tokens without a target can be dropped
+        before the head.
+        """
+        read = self._logits if self._head_mixes else self._states
+        starts = None
+        with record_auxiliary(self) as recorded:
+            if positions is not None and self._uses_varlen(positions := positions.expand_as(ids)):
+                ids, targets, positions, starts = _flatten_documents(ids, targets, positions)
+                x = read(ids, ForwardContext(positions, document_starts=starts))
+            else:
+                x = self._apply_separately(read, ids, positions)
         real = None if positions is None or not supports_packing(self) else positions.flatten() >= 0
-        return losses, counts, *auxiliary_losses(recorded, real)
+        return x.flatten(0, 1), targets.flatten(), starts is not None, *auxiliary_losses(recorded, real)
 
     def _token_losses(self, x: Tensor, targets: Tensor) -> Tensor:
         """Cross entropy (N,) of targets (N,), 0 for IGNORE; `x` as in `_cross_entropy`."""
@@ -368,18 +291,12 @@ class Decoder(nn.Module):
             return False
         attentions = [m for m in self.modules() if isinstance(m, Attention)]
         plain = all(m.has_plain_scores and not (m.dropout and m.training) for m in attentions)
-        return len(attentions) == len(self.layers) and plain and supports_packing(self)
+        return len(attentions) == len(self.blocks) and plain and supports_packing(self)
 
     def logits(self, x: Tensor) -> Tensor:
         """Apply the head: (..., dim) -> (..., V)."""
         logits: Tensor = F.linear(x, self.embed.token.weight) if self.head is None else self.head(x)
         return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
-
-
-def _next(x: Tensor, ctx: ForwardContext, fill: float) -> Tensor:
-    """x (B, T, ...) shifted so that each token gets the next token's value, or `fill` at a document's end."""
-    ends = ctx.document_ends()
-    return x.roll(-1, 1).masked_fill(ends.view(*ends.shape, *[1] * (x.dim() - 2)), fill)
 
 
 def _flatten_documents(ids: Tensor, targets: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -425,7 +342,7 @@ def cache_for(
     may be compiled or wrapped, but then gets a `Cache` instead of a `RollingCache`. Raises ValueError for a
     `format` with recurrent states or a `LatentAttention`.
     """
-    inner = next((m.trunk for m in model.modules() if isinstance(m, Decoder)), None)
+    inner = next((m for m in model.modules() if isinstance(m, Decoder)), None)
     if inner is not None and undeclared_modules(inner):
         warn_about_mixing(inner, "the whole text is computed again for each new token")
         return None
@@ -439,7 +356,7 @@ def cache_for(
                 f"{place}: the cache of a LatentAttention cannot be quantized; it is compressed already"
             )
         return QuantizedCache(batch, capacity, device, format)
-    windows = [m.window for m in (inner or model).modules() if isinstance(m, Attention)]
+    windows = [m.window for m in model.modules() if isinstance(m, Attention)]
     limited = [w for w in windows if w is not None]
     depth = len(model.blocks) if isinstance(model, Decoder) else -1
     if len(limited) == depth and max(limited) < capacity:

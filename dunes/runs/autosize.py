@@ -223,13 +223,13 @@ def estimate(config: TrainConfig, size: int, machine: Machine) -> Estimate:
     unique = unique_tokens(config, size)
     parameters, active = tree.count(model), active_parameters(model)
     # Rule of thumb: a mixture is about as good as a dense model of sqrt(total * active) parameters.
-    bits = expected_bits(math.isqrt(tree.count(model.trunk) * active), tokens, unique)
+    bits = expected_bits(math.isqrt(parameters * active), tokens, unique)
     return Estimate(parameters, active, rate, tokens, tokens / unique, bits)
 
 
 def size_warning(config: TrainConfig) -> str:
     """A warning if --size is too small for the vocabulary or the number of experts, else ""."""
-    count = tree.count(meta_model(config).trunk)
+    count = tree.count(meta_model(config))
     if config.shape or count < 1.25 * parse_size(config.size):
         return ""
     remedy = "set fewer --experts" if config.experts else "set a smaller --vocab-size"
@@ -286,8 +286,7 @@ def _named_parts(config: TrainConfig, vocab: int) -> Architecture:
 
 
 def active_parameters(model: nn.Module) -> int:
-    """Number of parameters used per token, without unselected experts and `Decoder.ahead`."""
-    model = model.trunk if isinstance(model, Decoder) else model
+    """Number of parameters used per token, without unselected experts."""
     idle = [(m.experts, 1 - m.top_k / len(m.experts)) for m in model.modules() if isinstance(m, MoE)]
     return tree.count(model) - sum(round(share * tree.count(experts)) for experts, share in idle)
 
@@ -362,8 +361,8 @@ def flops(model: nn.Module, context: int) -> float:
     included.
     """
     weights = sum(share * inputs * outputs for inputs, outputs, share in products(model))
-    if isinstance(model, Decoder) and (reads := (model.head is None) + len(model.ahead or ())):
-        weights += reads * model.embed.token.num_embeddings * model.embed.token.embedding_dim
+    if isinstance(model, Decoder) and model.head is None:
+        weights += model.embed.token.num_embeddings * model.embed.token.embedding_dim
     attentions = (m for m in model.modules() if isinstance(m, Attention))
     across = sum((m.head_count * m.head_dim + m.out.in_features) * _span(m, context) for m in attentions)
     return 6.0 * weights + 6.0 * across
@@ -393,8 +392,7 @@ def activation_bytes(model: nn.Module, context: int) -> float:
     """Bytes of activations per token in a forward pass, at two bytes per number."""
     linear = sum(share * (inputs + outputs) for inputs, outputs, share in products(model))
     scores = sum(m.head_count * _span(m, context) for m in model.modules() if isinstance(m, Attention))
-    reads = 1 + len(model.layers) - len(model.blocks) if isinstance(model, Decoder) else 0
-    vocab = reads * model.embed.token.num_embeddings if isinstance(model, Decoder) else 0
+    vocab = model.embed.token.num_embeddings if isinstance(model, Decoder) else 0
     return 2.0 * (linear + scores + vocab)
 
 

@@ -255,7 +255,7 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
         task = replace(task, before=before, base=base, changes=changes)
         cast_frozen_weights(model, config)
     dtype = torch.float32 if config.spec.adapter is None else None
-    task = replace(task, outline=ranks.shard(model, model.layers, dtype))
+    task = replace(task, outline=ranks.shard(model, model.blocks, dtype))
     update = optimizer(config, model)  # before any forward pass, which leaves sharded weights gathered
     if config.goal.has_reference:
         task = replace(task, reference=_reference(task, folder / REFERENCE, display))

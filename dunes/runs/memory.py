@@ -69,8 +69,8 @@ def train_allocations(
     with ranks.fake_ranks(number or ranks.count()), _tensors(estimated):
         model = build()
         if shape.checkpointing:
-            tree.replace(model, ("blocks.*", "ahead.*"), Checkpointed)
-        ranks.shard(model, model.layers)
+            tree.replace(model, "blocks.*", Checkpointed)
+        ranks.shard(model, model.blocks)
         trainer = Trainer(model, setup.optimizer(model), setup.loss, dtype=shape.dtype)
         batch = setup.batch(shape)
         _step(trainer, batch)

@@ -409,7 +409,7 @@ def prepare(
         model = base.model if ranks.count() > 1 else base.model.float()
         select_trainable(model, config.trainable, base)
         loaded = with_context(base, max(config.context_length, base.context_length))
-    outline = ranks.shard(model, model.layers, torch.float32)  # updates are smaller than bfloat16's precision
+    outline = ranks.shard(model, model.blocks, torch.float32)  # updates are smaller than bfloat16's precision
     if base is None:
         initialise(model, config.seed, empty=outline is not None)
     model.to(measure.device())
