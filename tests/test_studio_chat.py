@@ -31,7 +31,7 @@ def test_two_different_answers_are_preferences_that_finetuning_reads(tmp_path):
     assert not any(pair_rows([], texts) for texts in (["a", "a"], ["", "b"], ["a"], ["a", "b", "c"]))
 
 
-@pytest.mark.long  # on a busy machine, the page sometimes reloads
+@pytest.mark.slow
 @needs_browser
 def test_answers_are_streamed_stopped_edited_regenerated_compared_and_saved(three):  # noqa: F811
     base = checkpoint.load_with_tokenizer(three / "base")
@@ -52,7 +52,7 @@ def test_answers_are_streamed_stopped_edited_regenerated_compared_and_saved(thre
         do(["Stop"], {}, "text=stopped")
         do(["More", "Edit"], {"max tokens": "8"}, "body:not(:has([aria-label=More]))")
         do([], {"Message": "abc", "max tokens": "7"}, "[aria-label=More]")
-        do(["More", "Regenerate"], {}, "text=+ 7 tokens")
+        do(["More", "Regenerate"], {}, "body:has-text('+ 7 tokens') [aria-label=More]")
         do(["Models", "one"], {"Message": "b"}, "[aria-label=More] >> nth=1")
         do(["More", "Prefer answer 2"], {}, "text=pairs.jsonl")
         do(["More", "Save for finetuning"], {}, "text=chats.jsonl")

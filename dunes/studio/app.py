@@ -59,7 +59,8 @@ View = Callable[[Studio], Any]
 def build(studio: Studio, views: Mapping[str, View]) -> ASGIApp:
     """The application; `views` are functions by title. The first view is at /, the others at /title.
 
-    NiceGUI keeps its pages in the process, so an application is built once.
+    NiceGUI keeps its pages in the process, so an application is built once. On a busy machine, a page has
+    12 s to answer a ping, then 30 s to connect again, before it reloads and loses what was typed.
     """
     # NiceGUI looks at all objects of the process, which makes torch warn of a deprecated one.
     warnings.filterwarnings("ignore", ".*torch.distributed.reduce_op")
@@ -69,7 +70,7 @@ def build(studio: Studio, views: Mapping[str, View]) -> ASGIApp:
     paths = {title: "/" if place == 0 else f"/{title.lower()}" for place, title in enumerate(views)}
     for title, view in views.items():
         ui.page(paths[title], title=f"{title}: dunes studio")(_framed(title, paths, view, studio))
-    ui.run_with(parent, title="dunes studio", dark=None, language="en-US", show_welcome_message=False)
+    ui.run_with(parent, title="dunes studio", dark=None, language="en-US", reconnect_timeout=30)
     pages.on_shutdown(studio.models.close)
     return Gate(_with_policy(parent), studio.models.hosts, studio.models.key)
 

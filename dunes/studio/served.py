@@ -50,8 +50,7 @@ class ServedModels:
         return self._servers[key].worker
 
     def _load(self, model: str) -> Worker:
-        folder = checkpoint.locate_model(model).folder
-        return Worker([folder], self.acceptance, (), print_warning, follows=False)
+        return Worker([checkpoint.locate_model(model).folder], self.acceptance, (), print_warning, follows=False)
 
     async def stream(self, key: str, request: TextRequest) -> AsyncIterator[Answer]:
         """Yield the parts of an answer, the last with a `reason`. Ending the iteration cancels the request. Raises
