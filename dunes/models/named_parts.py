@@ -1,4 +1,4 @@
-"""A model from named parts: the default model of `dunes train`, with some of its parts replaced.
+"""A model from named parts: an Arcee, with some of its parts replaced.
 
 `dunes train --parts mlp=gated position=alibi` trains such a model, and `benchmarks/parts.py` compares parts by
 validation loss. `flags.PARTS` maps the names of parts to choices; the first choice is the default. To use a part

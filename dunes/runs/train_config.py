@@ -69,7 +69,7 @@ class ModelShape:
     family: Annotated[Family, flag("|".join(get_args(Family)))] = "dunes"
     """Model architecture."""
     parts: Annotated[tuple[str, ...], flag("PART=CHOICE|FILE.py:FUNCTION", "those of the family")] = ()
-    """PART=CHOICE replaces a part of the default model (an unknown name lists all). FILE.py:FUNCTION is a Python
+    """PART=CHOICE replaces a part of an arcee (an unknown name lists all). FILE.py:FUNCTION is a Python
     function that builds the model."""
     experts: Annotated[int, flag("EXPERTS", "8 with a family of mixtures, else none")] = 0
     """Train a mixture of this many experts; the family becomes mixtral unless --family has experts."""
