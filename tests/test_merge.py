@@ -145,6 +145,7 @@ def test_a_model_that_only_dunes_loads_is_merged_into_another(tmp_path, command)
     assert command("augment", "merge", tmp_path / "a", tmp_path / "out")[0] == 0
     assert difference(checkpoint.load(tmp_path / "out").model(IDS), said) <= 1e-4
     assert "transformers does not run it" in command("export", tmp_path / "a", tmp_path / "hf", "--to", "hf")[2]
+    assert "train a new model with --family arcee" in command("export", tmp_path / "out", tmp_path / "x.gguf")[2]
     for folder in ("base", "out"):
         assert "nothing to merge" in command("augment", "merge", tmp_path / folder, tmp_path / "again")[2]
 
