@@ -11,7 +11,7 @@ one by one; they are counted in another pass over the keys. With one beam, the t
 `--server` is a llama-server with the same weights and one thread: it gets the ids of the text above the cursor and
 decodes the rest of the line greedily, with its own cache.
 
-    dunes export RUN model.gguf --to gguf
+    dunes export RUN model.gguf --to gguf                # a RUN of dunes train --family arcee
     llama-server -m model.gguf -t 1 -tb 1 -c 512 -np 1
 """
 

@@ -122,7 +122,9 @@ def _is_default(part: str) -> bool:
 
 
 def _parts(variant: str) -> tuple[str, ...]:
-    return () if variant == DEFAULT else tuple(variant.split("+"))
+    """The parts of a variant; the default has those of `flags.PARTS`, whatever the default family is."""
+    default = [f"{name}={choices[0]}" for name, choices in PARTS.items()]
+    return tuple(default if variant == DEFAULT else variant.split("+"))
 
 
 @dataclass(frozen=True)
@@ -238,7 +240,7 @@ def _train(plan: Plan, job: Job, out: Path, first: Row) -> Row:
     chosen = {"size": plan.size, "tokenizer": plan.tokenizer} | dict(first.get("settings", {}))
     chosen = {name: chosen[name] for name in SETTINGS_KEPT if chosen.get(name)}
     options = [word for name, value in chosen.items() for word in (f"--{option(name)}", f"{value}")]
-    parts = ["--parts", *_parts(job.variant)] if job.variant != DEFAULT else []
+    parts = ["--parts", *_parts(job.variant)]
     fixed = ["--out", f"{folder}", "--seed", f"{job.seed}", "--no-complete", "--quiet", *length, *parts]
     command, environment = python_command("-m", "dunes", "train", *plan.sources, *options, *fixed)
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

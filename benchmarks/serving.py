@@ -7,7 +7,7 @@ the engine, in alternation. At `--cuts` places both complete, and the texts are 
 continues for that time, and the server's resident memory is printed. `--beside` are ports of other servers with
 the same weights and one thread, which get the same requests in alternation:
 
-    dunes export RUN model.gguf --to gguf
+    dunes export RUN model.gguf --to gguf                # a RUN of dunes train --family arcee
     llama-server -m model.gguf -t 1 -tb 1 -np 16 -c 8192 --port 8080
     OMP_NUM_THREADS=1 transformers serve RUN --device cpu --continuous-batching --port 8000
 """

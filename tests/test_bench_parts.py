@@ -107,6 +107,14 @@ def test_pairs_have_the_same_seed_and_an_interrupted_run_goes_on(trained, tmp_pa
     refuses("was started with other settings", bench_parts, plan("mlp=gated", size="3x64"), tmp_path / "out")
 
 
+def test_the_default_is_trained_from_parts_as_the_variants_are(monkeypatch, tmp_path):
+    commands, ended = [], subprocess.CompletedProcess("", 1, "", "no")
+    monkeypatch.setattr(parts.subprocess, "run", lambda command, **options: commands.append(command) or ended)
+    for variant in (DEFAULT, "mlp=gated"):
+        refuses("no; what was measured", parts._train, plan("mlp=gated"), Job(variant, 0, 1.0), tmp_path, {})
+    assert [command[command.index("--parts") + 1] for command in commands] == ["mlp=relu2", "mlp=gated"]
+
+
 @pytest.mark.slow
 def test_the_command_trains_measures_and_keeps_what_it_has(code, tmp_path):
     options = "--minutes", "0.05", "--seeds", "2", "--size", "1x32", "--tokenizer", "bytes", "--out", "out"

@@ -18,6 +18,7 @@ from dunes.checkpoint.open import open_model
 from dunes.checkpoint.verify import EXACT, model_logits
 from dunes.runs.augment import augment_folder
 from dunes.text.templates import encode_prompt, find_template, get_template
+from small_models import random_model
 from test_adapter import IDS, pair
 from test_adapter_folders import TALK, TOKENS, adapter_in, base_in, made  # noqa: F401  (fixture)
 
@@ -136,6 +137,17 @@ WRONG = {
     "another update": (Adapter, "updated", lambda self, *base, right=Adapter.updated: right(self, *base) * 1.01),
     "no update": (augment, "merge", forgotten),
 }
+
+
+def test_a_model_that_only_dunes_loads_is_merged_into_another(tmp_path, command):
+    checkpoint.save(ours := random_model("dunes", vocab=61), tmp_path / "base", TOKENS, 32)
+    said = adapter_in(tmp_path / "a", ours, tmp_path / "base")
+    assert command("augment", "merge", tmp_path / "a", tmp_path / "out")[0] == 0
+    assert difference(checkpoint.load(tmp_path / "out").model(IDS), said) <= 1e-4
+    assert "transformers does not run it" in command("export", tmp_path / "a", tmp_path / "hf", "--to", "hf")[2]
+    assert "train a new model with --family arcee" in command("export", tmp_path / "out", tmp_path / "x.gguf")[2]
+    for folder in ("base", "out"):
+        assert "nothing to merge" in command("augment", "merge", tmp_path / folder, tmp_path / "again")[2]
 
 
 @pytest.mark.usefixtures("made")

@@ -21,7 +21,7 @@ from dunes.models.initialise import initialise
 from dunes.models.named_parts import build
 from dunes.ops.cross_entropy import IGNORE
 from dunes.parts import Cache, Checkpointed, decoder
-from dunes.parts.context import document_starts, supports_packing
+from dunes.parts.context import ForwardContext, document_starts, supports_packing
 from dunes.parts.decoder import record_auxiliary
 from dunes.parts.moe import load_balance
 from dunes.train import loss
@@ -244,7 +244,9 @@ def test_best_fit_fills_rows_as_the_slow_way_does(lengths):
 def test_documents_of_rows_that_begin_anywhere():
     """A row whose first position follows the one before it, padding on both sides, one within."""
     positions = torch.tensor([[-1, 0, 1, 2, -1], [3, 4, 5, -1, 6], [0, 1, 0, 0, 1]])
-    assert document_starts(positions).tolist() == [0, 0, 0, 3, 3, 3, 6, 7, 7, 9, 10, 10]
+    starts = document_starts(positions)
+    assert starts.tolist() == [0, 0, 0, 3, 3, 3, 6, 7, 7, 9, 10, 10]
+    assert ForwardContext(positions.to("meta"), document_starts=starts.to("meta")).starts().is_meta
     text = PackedText(np.array([3, 4, 5, 6, 7, 8]), np.array([0, 3]), END)
     ids, targets, positions = Windows(text, 5, 1).batch(0)
     assert ids.tolist() == [[3, 4, 5, 6, 7]]

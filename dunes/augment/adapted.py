@@ -225,7 +225,7 @@ def how_to_make_dense(module: nn.Module | None) -> str:
         return "a mixture of LoRA experts cannot be merged: make this change before you add the mixture"
     return (
         "merge adapters (dunes augment merge), and start from the model before it was quantized "
-        "or from its dense weights (dunes export --to hf)"
+        "or from its dense weights (dunes augment merge, too)"
     )
 
 

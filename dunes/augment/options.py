@@ -166,7 +166,7 @@ class Quantize(Options):
     Example: dunes augment quantize runs/project small --kind int4 --override 'blocks.0.**=int8' --group 32
     """
 
-    NEXT = 'next: dunes generate {out} "..."   plain weights: dunes export {out} PLAIN --to hf'
+    NEXT = 'next: dunes generate {out} "..."   plain weights: dunes augment merge {out} PLAIN'
     SCORED = True
     TEXT, READERS = f"Text for {', '.join(CALIBRATED)}.", {"method": CALIBRATED}
 

@@ -41,6 +41,8 @@ Into = Literal["dequantized", "original"]
 MOST_LOST = 0.5
 """The report warns if a merge keeps less than this share of the adapter's update."""
 
+NOTHING = "{}: neither an adapter nor a quantized model, so there is nothing to merge"
+
 
 @dataclass(frozen=True)
 class Report:
@@ -92,25 +94,32 @@ class Report:
 
 
 def export(
-    folder: Path, out: Path, into: Into | None = None, dtype: torch.dtype | None = None, any_base: bool = False
+    folder: Path,
+    out: Path,
+    into: Into | None = None,
+    dtype: torch.dtype | None = None,
+    any_base: bool = False,
+    reader: str = "",
 ) -> Report:
     """Write the model in `folder` and its tokenizer to `out`; merges the active adapter and dequantizes weights.
 
     `into` selects the weights into which an adapter of a quantized base is merged: the original weights, or the
     dequantized weights that the adapter was trained on (default). `dtype` is the dtype of the result, by default
-    the base's. `any_base` accepts an unverified base, and is recorded in the card. Raises ValueError, and writes
-    nothing, if `out` exists, if no Hugging Face config describes the result, or if the result's logits differ from
-    the model's.
+    the base's. `any_base` accepts an unverified base, and is recorded in the card. `reader` is "dunes" if it is
+    enough that dunes can load the result; by default, transformers must, too. Raises ValueError, and writes
+    nothing, if `out` exists, if no family describes the result, or if the result's logits differ from the model's.
     """
     folder = readable_folder(folder)
     if is_plain(folder):
-        raise ValueError(f"{folder}: neither an adapter nor a quantized model, so there is nothing to merge")
+        raise ValueError(NOTHING.format(folder))
     if is_adapter(folder):
         require_new_folder(base_folder(folder), out)
-    return rewrite(folder, out, partial(_plain, folder, into, dtype, any_base))
+    return rewrite(folder, out, partial(_plain, folder, into, dtype, any_base, reader))
 
 
-def _plain(folder: Path, into: Into | None, dtype: torch.dtype | None, any_base: bool) -> Edit[Report]:
+def _plain(
+    folder: Path, into: Into | None, dtype: torch.dtype | None, any_base: bool, reader: str
+) -> Edit[Report]:
     """The `Edit` for `rewrite`: the model in a folder, with its adapter merged and its weights dequantized."""
     loaded = checkpoint.load(folder, any_base=any_base)
     model, distances = loaded.model, tuple[float, ...]()
@@ -125,7 +134,9 @@ def _plain(folder: Path, into: Into | None, dtype: torch.dtype | None, any_base:
     verify = merge_check(model, folder, loaded.context_length, dtype)
     quantized = dequantize(model)
     merged = _merge_active(model, dtype)
-    require_described(model, loaded.context_length, folder)
+    if reader and not (quantized or merged.errors):
+        raise ValueError(NOTHING.format(folder))
+    require_described(model, loaded.context_length, folder, reader)
 
     def compare(staged: Path) -> tuple[Report, Mapping[str, Any]]:
         report = Report(merged, verify(open_model(staged)), len(masked_places(model)), *distances)

@@ -208,7 +208,10 @@ def source_logits(source: OpenedModel, tick: Tick = lambda size: None) -> Tensor
         for module in model.modules():
             if isinstance(module, Attention) and isinstance(module.position, Rotary):
                 module.position = replace(module.position, adjacent=True)
-    weights = track_reads(compare(source.expected, source.files, names, source.ignored)[0], tick)
+    compared = (
+        source.comparison if source.is_own else compare(source.expected, source.files, names, source.ignored)
+    )
+    weights = track_reads(compared[0], tick)
     if model.head is None:
         model.head = nn.Linear(1, 1, bias=False, device="meta")
         weights["head.weight"] = weights["embed.token.weight"]

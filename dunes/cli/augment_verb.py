@@ -49,7 +49,8 @@ def merge(
 
     drop_lost_output()
     torch_dtype = None if dtype is None else getattr(torch, dtype)
-    print("\n".join(export(checkpoint.locate_model(model).folder, out, into, torch_dtype, any_base).lines()))
+    folder = checkpoint.locate_model(model).folder
+    print("\n".join(export(folder, out, into, torch_dtype, any_base, reader="dunes").lines()))
     loaded = checkpoint.load(out)
     if loaded.tokenizer is not None:
         verb = "generate" if templates.find_template(loaded.tokenizer, loaded.card) is None else "chat"

@@ -124,7 +124,7 @@ class TextGraph(DecodeGraph):
     """Computes the first tokens of a text like the model's own forward, and returns only the last token's logits
     and summary.
 
-    Raises ValueError for a model with attention windows, since a window's mask would need a constant size.
+    Raises ValueError for attention windows other than 2, since a window's mask would need a constant size.
     """
 
     def forward(self, ids: Tensor, keys: list[Tensor], values: list[Tensor]) -> tuple[Tensor, Tensor]:  # type: ignore[override]

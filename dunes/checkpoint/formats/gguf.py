@@ -159,7 +159,7 @@ def _architecture(family: str) -> str:
     """llama.cpp's name of a family. Raises ValueError for a family that cannot be written as GGUF."""
     if family not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        remedy = "export it with --to hf, or train a new model with --family arcee"
+        remedy = "train a new model with --family arcee" if family == "dunes" else "export it with --to hf"
         raise ValueError(f"GGUF files cannot be written for {family}, only for {known}; {remedy}")
     return ARCHITECTURES[family]
 

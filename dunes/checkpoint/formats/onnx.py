@@ -40,9 +40,9 @@ def export_onnx(loaded: LoadedModel, out: Path) -> str:
     """Write an ONNX file that maps `ids` (B, T) to `logits` (B, T, V) in float32; returns a line on the file.
 
     `loaded.model` is changed: its weights become float32, and its quantized layers become dense. Raises
-    ValueError, and writes nothing, if the model has a sliding window of more than two tokens or more than 2 GB, if
-    `out` exists, if the extra packages are missing, if torch cannot export the model, or if onnxruntime computes
-    other logits.
+    ValueError, and writes nothing, if the model has a window of other than two tokens or more than 2 GB, if `out`
+    exists, if the extra packages are missing, if torch cannot export the model, or if onnxruntime computes other
+    logits.
     """
     if any(getattr(module, "window", None) not in (None, 2) for module in loaded.model.modules()):
         raise ValueError("--to onnx: a sliding window, whose mask depends on the length, cannot be exported")
