@@ -19,7 +19,6 @@ from dunes.checkpoint.open import OpenedModel, load_decoder, open_model
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, cast, in_memory, track_reads
 from dunes.checkpoint.weights.state_dict_diff import compare
 from dunes.models import build_on_meta
-from dunes.models.names import for_heads
 from dunes.parts import Attention, Decoder, Rotary
 from dunes.progress import advance
 from dunes.units import plural
@@ -202,15 +201,13 @@ def source_logits(source: OpenedModel, tick: Tick = lambda size: None) -> Tensor
     A native model runs as in its original code, with unpermuted weights and rotary embedding on adjacent pairs.
     """
     model = build_on_meta(source.family, source.config).eval()
-    names = for_heads(source.names, source.config.heads)
+    compared = source.comparison
     if source.format == "native":
         names = native.weight_names(source.hf_config, permuted=False)
+        compared = compare(source.expected, source.files, names, source.ignored)
         for module in model.modules():
             if isinstance(module, Attention) and isinstance(module.position, Rotary):
                 module.position = replace(module.position, adjacent=True)
-    compared = (
-        source.comparison if source.is_own else compare(source.expected, source.files, names, source.ignored)
-    )
     weights = track_reads(compared[0], tick)
     if model.head is None:
         model.head = nn.Linear(1, 1, bias=False, device="meta")
