@@ -18,6 +18,7 @@ from conftest import change_json, equal_states, raising, refuses
 from dunes import augment, checkpoint
 from dunes.checkpoint import inspect, state
 from dunes.checkpoint.card import finish_save, verified_card
+from dunes.checkpoint.formats.adapter import is_reference
 from dunes.checkpoint.open import open_model
 from dunes.checkpoint.weights import safetensors_file
 from dunes.checkpoint.weights.lazy_tensor import in_memory
@@ -47,6 +48,7 @@ def test_what_is_saved_is_loaded_bit_for_bit(family, tmp_path):
     loaded = checkpoint.load(tmp_path)
     assert equal_states(loaded.model.state_dict(), model.state_dict())
     assert loaded.card["note"] == "x"
+    assert not is_reference(loaded.card)
     assert loaded.context_length == 16
     assert not loaded.model.training
     assert loaded.tokenizer.json() == TOKENIZER.json()

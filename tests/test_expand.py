@@ -52,8 +52,8 @@ def test_outputs_are_equal_bit_for_bit_with_and_without_a_cache_and_so_is_what_i
     change = apply_change(model, "expand", blocks=2)
     assert len(model.blocks) == 5
     assert torch.equal(all_logits(model), logits)
-    described = checkpoint.hf_config_of(model, 64)
-    assert described.family == checkpoint.hf_config_of(described.build(), 64).family
+    described = checkpoint.hf_config_of(model, 64, loads=family != "dunes")
+    assert described.family == checkpoint.hf_config_of(described.build(), 64, loads=family != "dunes").family
     undo_change(model, change)
     assert equal_states(model.state_dict(), state)
     assert torch.equal(all_logits(model), logits)
@@ -219,7 +219,8 @@ LAYERS = ("smollm3", "gemma3_text", "qwen3_next")
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "family", [f if f in LAYERS else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES]
+    "family",
+    [f if f in LAYERS else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES if f != "dunes"],
 )
 def test_transformers_opens_it_with_more_layers(family, tmp_path):
     """Also with its cache, which needs each layer's own index."""

@@ -322,7 +322,7 @@ def is_reference(card: Mapping[str, Any]) -> bool:
     """True if a card names a base, but the folder has no adapter; `save_adapter` with `name=None` writes such a
     folder.
     """
-    return "adapter" in card and card["adapter"] is None
+    return "base" in card and card.get("adapter", "") is None  # a card of our own form has adapter: null, too
 
 
 @dataclass(frozen=True)
