@@ -18,7 +18,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 Copies = Literal["auto", "never", "only"]
 """When to copy lines instead of using the model. auto: if the model is worse; never: never; only: always."""
 Family = Literal[
-    "dunes", "arcee", "llama", "mistral", "phi3", "mixtral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "olmo2",
+    "arcee", "dunes", "llama", "mistral", "phi3", "mixtral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "olmo2",
     "gemma2", "gemma3_text", "smollm3", "gpt_oss", "gpt_neox", "stablelm", "gpt2", "mamba2", "qwen3_next",
 ]  # fmt: skip
 """Names of the model families. They are listed here because importing `models` would import torch."""

@@ -81,9 +81,9 @@ def test_a_size_that_is_given_stays_and_one_for_steps_suits_their_tokens():
     assert many == pytest.approx(3_000 * 16 * 256 / autosize.TOKENS_PER_PARAMETER, rel=0.2)
 
 
-def test_the_first_two_layers_of_a_new_model_see_two_tokens_and_the_last_sees_all():
+def test_the_first_two_layers_of_a_new_dunes_see_two_tokens_and_the_last_sees_all():
     for depth, windows in {1: [None], 2: [2, None], 3: [2, 2, None], 5: [2, 2, None, None, None]}.items():
-        blocks = meta_model(TrainConfig(size=f"{depth}x64", context_length=32)).blocks
+        blocks = meta_model(TrainConfig(family="dunes", size=f"{depth}x64", context_length=32)).blocks
         assert [block.attn.window for block in blocks] == windows
 
 

@@ -102,7 +102,7 @@ def assert_same_steps(folder, other):
 
 
 def test_two_processes_train_as_one(code, tmp_path):
-    config = toy(code, steps=10, family="arcee")
+    config = toy(code, steps=10)
     training_output(config, tmp_path / "one")
     (first, second), codes = run_ranks(2, train, config, tmp_path / "two")
     assert codes == [0, 0]

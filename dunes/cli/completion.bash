@@ -7,7 +7,7 @@ _dunes() {
     \ ) words='train finetune generate chat complete serve lsp doctor studio eval inspect convert export augment compile bench help' ;;
     help\ ) words='train finetune generate chat complete serve lsp doctor studio eval inspect convert export augment compile bench help checkpoints coming-from command completion-figures completion decisions editors figures finetuning-data finetuning format generating how-completion-works how-compression-works how-measuring-works how-mixtures-work how-scaling-works how-training-works index instruction-data kv-cache measuring mixtures-and-expansion model-formats native networks operation-checks operations performance preferences pruning quantization scaling serving small-networks studio training-data training-loop training-options training tutorial' ;;
     train\ *--split\ ) words='files tails' ;;
-    train\ *--family\ ) words='dunes arcee llama mistral phi3 mixtral qwen2 qwen3 qwen3_moe deepseek_v3 olmo2 gemma2 gemma3_text smollm3 gpt_oss gpt_neox stablelm gpt2 mamba2 qwen3_next' ;;
+    train\ *--family\ ) words='arcee dunes llama mistral phi3 mixtral qwen2 qwen3 qwen3_moe deepseek_v3 olmo2 gemma2 gemma3_text smollm3 gpt_oss gpt_neox stablelm gpt2 mamba2 qwen3_next' ;;
     train\ *--balancing\ ) words='loss bias' ;;
     train\ *--tokenizer\ ) words='bpe bytes chars' ;;
     train\ *--copies\ ) words='auto never only' ;;

@@ -1,9 +1,9 @@
 """Dunes: Arcee, in whose first layers a token attends only to itself and the token before it.
 
-This family is the default for training from scratch. To continue an earlier occurrence of a token
-(https://arxiv.org/abs/2209.11895), attention needs keys that depend on the tokens before theirs. The first layers
-compute these from the start, so they need not learn to attend one token back (docs/log/training.md, "First layers
-that see two tokens"). Only dunes can load models of this family.
+To continue an earlier occurrence of a token (https://arxiv.org/abs/2209.11895), attention needs keys that depend
+on the tokens before theirs. The first layers compute these from the start, so they need not learn to attend one
+token back. On code, this is far better after three minutes of training and equal after fifteen
+(docs/log/training.md, "First layers that see two tokens"). Only dunes can load models of this family.
 """
 
 from dataclasses import dataclass

@@ -66,7 +66,7 @@ class ModelShape:
     ] = ()
     """With --from, the parameters to train. new: those added by the last change. GLOB: those with matching names.
     none: complete lines with the unchanged model, copies and a gate."""
-    family: Annotated[Family, flag("|".join(get_args(Family)))] = "dunes"
+    family: Annotated[Family, flag("|".join(get_args(Family)))] = "arcee"
     """Model architecture."""
     parts: Annotated[tuple[str, ...], flag("PART=CHOICE|FILE.py:FUNCTION", "those of the family")] = ()
     """PART=CHOICE replaces a part of the family arcee (an unknown name lists all). FILE.py:FUNCTION is a Python
