@@ -134,7 +134,7 @@ def _plain(
     verify = merge_check(model, folder, loaded.context_length, dtype)
     quantized = dequantize(model)
     merged = _merge_active(model, dtype)
-    if reader and not (quantized or merged.errors):
+    if reader and not (quantized or merged.errors or is_adapter(folder)):
         raise ValueError(NOTHING.format(folder))
     require_described(model, loaded.context_length, folder, reader)
 
