@@ -301,8 +301,8 @@ small_first = _ramp((2,), False)
 """Half the length, thus half the tokens in a step, while the first quarter of the tokens is read."""
 
 
-def _local_weights(strength: float, constant: float) -> Callable[[], None]:
-    """As `local_start`, by an element of the embeddings that is `constant` for all tokens, instead of biases."""
+def _started(change: Callable[[Any], None]) -> Callable[[], None]:
+    """The initial weights of a new model are changed by `change`."""
 
     def patch() -> None:
         from dunes.runs import train
@@ -311,22 +311,34 @@ def _local_weights(strength: float, constant: float) -> Callable[[], None]:
 
         def initialised(model: Any, *args: Any, **options: Any) -> Any:
             model = initialise(model, *args, **options)
-            attn = model.blocks[0].attn
-            pairs = attn.head_dim // 2
-            angle = attn.position.base ** (-torch.arange(pairs) / pairs)
-            dim = model.embed.token.embedding_dim
-            normed = constant / math.sqrt((constant**2 + (dim - 1) * 0.02**2) / dim)
-            size = strength / normed * (angle > 0.05)
             with torch.no_grad():
-                model.embed.token.weight[:, 0] = constant
-                query = torch.cat([size * (angle / 2).cos(), -size * (angle / 2).sin()])
-                attn.q.weight[:, 0] = query.repeat(attn.head_count)
-                attn.k.weight[:, 0] = torch.cat([size, 0 * size]).repeat(attn.kv_head_count)
+                change(model)
             return model
 
         train.initialise = initialised
 
     return patch
+
+
+def _pair_vectors(attn: Any, size: float) -> tuple[Tensor, Tensor]:
+    """Queries and keys (H * D,) whose product after the rotation is largest at the same position and the next."""
+    pairs = attn.head_dim // 2
+    angle = attn.position.base ** (-torch.arange(pairs) / pairs)
+    sizes = size * (angle > 0.05)
+    query = torch.cat([sizes * (angle / 2).cos(), -sizes * (angle / 2).sin()])
+    return query.repeat(attn.head_count), torch.cat([sizes, 0 * sizes]).repeat(attn.kv_head_count)
+
+
+def _local_weights(strength: float, constant: float) -> Callable[[], None]:
+    """As `local_start`, by an element of the embeddings that is `constant` for all tokens, instead of biases."""
+
+    def change(model: Any) -> None:
+        attn, dim = model.blocks[0].attn, model.embed.token.embedding_dim
+        normed = constant / math.sqrt((constant**2 + (dim - 1) * 0.02**2) / dim)
+        model.embed.token.weight[:, 0] = constant
+        attn.q.weight[:, 0], attn.k.weight[:, 0] = _pair_vectors(attn, strength / normed)
+
+    return _started(change)
 
 
 local_weights, local_weights_large = _local_weights(4.5, 0.06), _local_weights(4.5, 0.4)
@@ -384,27 +396,13 @@ def biased(vocab: int, dim: int, depth: int, context_length: int) -> Decoder:
 def _local_start(strength: float) -> Callable[[], None]:
     """The heads of the first layer start by attending to the token and the one before, by the biases."""
 
-    def patch() -> None:
-        from dunes.runs import train
+    def change(model: Any) -> None:
+        attn = model.blocks[0].attn
+        query, key = _pair_vectors(attn, strength)
+        attn.q.bias.copy_(query)
+        attn.k.bias.copy_(key)
 
-        initialise = train.initialise
-
-        def initialised(model: Any, *args: Any, **options: Any) -> Any:
-            model = initialise(model, *args, **options)
-            attn = model.blocks[0].attn
-            pairs = attn.head_dim // 2
-            angle = attn.position.base ** (-torch.arange(pairs) / pairs)
-            size = strength * (angle > 0.05)
-            with torch.no_grad():
-                attn.q.bias.copy_(
-                    torch.cat([size * (angle / 2).cos(), -size * (angle / 2).sin()]).repeat(attn.head_count)
-                )
-                attn.k.bias.copy_(torch.cat([size, 0 * size]).repeat(attn.kv_head_count))
-            return model
-
-        train.initialise = initialised
-
-    return patch
+    return _started(change)
 
 
 local_start, local_start2 = _local_start(4.5), _local_start(7.0)
