@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from conftest import refuses
 from dunes import measure
 from dunes.augment import adapted, apply_change, attach, quantize, set_adapter
-from dunes.models import arcee, llama, mixtral, named_parts
+from dunes.models import arcee, dunes, llama, mixtral, named_parts
 from dunes.ops import scaled_dot_product as attention
 from dunes.parts import Checkpointed
 from dunes.runs import autosize
@@ -83,8 +83,7 @@ def test_a_size_that_is_given_stays_and_one_for_steps_suits_their_tokens():
 
 def test_the_first_two_layers_of_a_new_dunes_see_two_tokens_and_the_last_sees_all():
     for depth, windows in {1: [None], 2: [2, None], 3: [2, 2, None], 5: [2, 2, None, None, None]}.items():
-        blocks = meta_model(TrainConfig(family="dunes", size=f"{depth}x64", context_length=32)).blocks
-        assert [block.attn.window for block in blocks] == windows
+        assert [*dunes.Config.from_size(300, 64, depth, 32).windows] == windows
 
 
 def test_a_plan_that_leaves_nothing_open_is_not_measured(monkeypatch):

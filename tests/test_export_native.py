@@ -598,7 +598,8 @@ def test_onnx_refuses_by_name(monkeypatch, tmp_path):
 
     monkeypatch.setattr(module, "extra", lambda name, of: None)
     refuses("mixture", export, loaded(model_of("mixtral")), tmp_path / "model.onnx")
-    refuses("window", export_onnx, loaded(model_of("mistral", window=16)), tmp_path / "model.onnx")
+    for model in (model_of("mistral", window=16), model_of("gemma2", windows=(2, None))):
+        refuses("window", export_onnx, loaded(model), tmp_path / "model.onnx")
     refuses(str(tmp_path), export_onnx, loaded(), tmp_path / "model")
     monkeypatch.setattr(module, "LARGEST", 1000)
     refuses("1 kB", export_onnx, loaded(), tmp_path / "model.onnx")

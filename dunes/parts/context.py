@@ -113,8 +113,7 @@ class ForwardContext:
     def starts(self) -> Tensor:
         """Mask (B or 1, T), True for the first token of each document, and for padding; there is no cache."""
         if self.document_starts is not None:
-            token = torch.arange(len(self.document_starts), device=self.document_starts.device)
-            return (self.document_starts == token)[None]
+            return F.pad(self.document_starts.diff() != 0, (1, 0), value=True)[None]
         previous = F.pad(self.positions[:, :-1], (1, 0), value=-1)  # position 0 after padding starts a document
         return (previous < 0) | (self.positions != previous + 1)
 

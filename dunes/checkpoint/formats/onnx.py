@@ -44,7 +44,8 @@ def export_onnx(loaded: LoadedModel, out: Path) -> str:
     exists, if the extra packages are missing, if torch cannot export the model, or if onnxruntime computes other
     logits.
     """
-    if any(getattr(module, "window", None) not in (None, 2) for module in loaded.model.modules()):
+    windowed = (m for m in loaded.model.modules() if getattr(m, "window", None) is not None)
+    if any(m.window != 2 or not getattr(m, "has_plain_scores", False) for m in windowed):
         raise ValueError("--to onnx: a sliding window, whose mask depends on the length, cannot be exported")
     dequantize(loaded.model)
     ids, free = prompts(vocabulary_size(loaded.model) or 1, min(8, loaded.context_length)), torch.export.Dim
