@@ -264,8 +264,8 @@ def test_torchrun_goes_on_after_a_process_was_killed_and_stops_at_a_signal(code,
         assert eventually(lambda: reached(folder, int(state.name[5:]) + 5), 120)
         process.terminate()
         out = process.communicate(timeout=60)[0]
-    assert f"resuming after step {int(state.name[5:])}" in out
-    assert out.count("stopping after this step") == 1
+    _, _, resumed = out.partition(f"resuming after step {int(state.name[5:])}")
+    assert resumed.count("stopping after this step") == 1  # torchrun may have stopped the first processes, too
     assert checkpoint.load(folder).model
     assert sorted(steps(folder)) == [*range(1, len(steps(folder)) + 1)]
 

@@ -366,4 +366,4 @@ def test_a_studio_with_an_open_page_ends_at_once(tmp_path):
         page.wait_for_function("window.socket && window.socket.connected")
         begin = time.monotonic()
         running.__exit__(None, None, None)
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 15  # an open connection would hold it for 30 s
