@@ -1,16 +1,18 @@
-"""Line completion by a model that knows more: an open one, or a base, beside copying and a model from scratch.
+"""Line completion by runs of `dunes train` with different options, beside copying and an open model by itself.
 
-    python benchmarks/knows_more.py OUT FOLDER:SUFFIX... --model MODEL [--base RUN] [--arms copying open ...]
+    python benchmarks/knows_more.py OUT FOLDER:SUFFIX... --arms copying scratch= base="--from RUN" \
+        gated="--from smollm2" open=smollm2
 
-Of each folder, files are held out before anything sees them, at most 12 and at most a quarter. All arms
-complete the same 12 cursors inside lines of each, from the text above alone. `open` is the model by itself,
-`gated` the run of `dunes train --from MODEL`; `base` trains the base on, and `scratch` trains a new model. A run
-has one thread, and its minutes are processor time, so that other work on the machine does not change the
-comparison. Answers are kept in OUT/NAME/ARM.json; arms with answers are
-not asked again. Figures are means over all cursors; intervals (95 %) of paired differences resample files.
+Of each folder, files are held out before anything sees them, at most 12 and at most a quarter. All arms complete
+the same 12 cursors inside lines of each, from the text above alone. An arm is NAME=OPTIONS of the command,
+`copying`, or `open=MODEL`, a model by itself. A run has one thread, and its minutes are processor time, so that
+other work on the machine does not change the comparison. Answers are kept in OUT/PROJECT/NAME.json; arms with
+answers are not asked again. Figures are means over all cursors; intervals (95 %) of paired differences resample
+files.
 """
 
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -18,7 +20,6 @@ from collections.abc import Sequence
 from hashlib import sha1
 from pathlib import Path
 from statistics import mean
-from typing import Literal
 
 from dunes import checkpoint
 from dunes.completion import LineCompleter
@@ -34,7 +35,7 @@ import torch
 import tyro
 from completion import source_files
 
-Arm = Literal["copying", "scratch", "base", "open", "gated"]
+COPYING, OPEN = "copying", "open"
 FILES, CURSORS, SHARE = 12, 12, 4
 """Held-out files at most, cursors in each, and the part of the files that is held out at most."""
 LINES = 20
@@ -71,15 +72,15 @@ def trained(out: Path, arm: str, minutes: float, options: Sequence[str]) -> Path
     return run
 
 
-def completer(arm: Arm, out: Path, model: str, base: str, minutes: float) -> LineCompleter:
-    """The completer of an arm."""
-    if arm == "copying":
+def completer(arm: str, out: Path, minutes: float) -> LineCompleter:
+    """The completer of an arm, NAME=OPTIONS."""
+    name, _, options = arm.partition("=")
+    if name == COPYING:
         files = sorted(p for p in (out / "train").rglob("*") if p.is_file())
         return CopyNearest.of_files([(p.relative_to(out / "train").as_posix(), p.read_text()) for p in files])
-    if arm == "open":
-        return CompletionEngine(checkpoint.load_with_tokenizer(checkpoint.locate_model(model).folder))
-    options = {"scratch": [], "base": [f"--from={base}"], "gated": [f"--from={model}"]}
-    return FolderCompleter(trained(out, arm, minutes, options[arm]))
+    if name == OPEN:
+        return CompletionEngine(checkpoint.load_with_tokenizer(checkpoint.locate_model(options).folder))
+    return FolderCompleter(trained(out, name, minutes, shlex.split(options)))
 
 
 def answer(completer: LineCompleter, out: Path) -> list[dict[str, object]]:
@@ -100,9 +101,7 @@ def answer(completer: LineCompleter, out: Path) -> list[dict[str, object]]:
 def main(
     out: tyro.conf.Positional[Path],
     folders: tyro.conf.Positional[tuple[str, ...]],
-    model: str,
-    base: str = "",
-    arms: tuple[Arm, ...] = ("copying", "scratch", "open", "gated"),
+    arms: tuple[str, ...] = (COPYING, "scratch="),
     minutes: float = 6.0,
 ) -> None:
     """Compare the arms on folders.
@@ -110,8 +109,6 @@ def main(
     Args:
         out: Folder of splits, runs and answers.
         folders: FOLDER:SUFFIX of each project.
-        model: The open model.
-        base: A run to train on from, for the arm `base`.
         arms: What to compare; the first is what the others are compared with.
         minutes: Processor minutes of each training.
     """
@@ -122,9 +119,11 @@ def main(
         name = Path(folder).name
         split(Path(folder), suffix, out / name)
         for arm in arms:
-            if not (kept := out / name / f"{arm}.json").exists():
-                kept.write_text(json.dumps(answer(completer(arm, out / name, model, base, minutes), out / name)))
-            answers.setdefault(name, {})[arm] = json.loads(kept.read_text())
+            title = arm.partition("=")[0]
+            if not (kept := out / name / f"{title}.json").exists():
+                kept.write_text(json.dumps(answer(completer(arm, out / name, minutes), out / name)))
+            answers.setdefault(name, {})[title] = json.loads(kept.read_text())
+    arms = tuple(arm.partition("=")[0] for arm in arms)
     rows = [row(name, arms, [by_arm]) for name, by_arm in answers.items()]
     rows.append(row("all", arms, [*answers.values()]))
     columns = ["project", "cursors", *arms, *(f"{arm} - {arms[0]}" for arm in arms[1:])]
