@@ -219,8 +219,7 @@ LAYERS = ("smollm3", "gemma3_text", "qwen3_next")
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "family",
-    [f if f in LAYERS else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES if f != "dunes"],
+    "family", [f if f in LAYERS else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES if f != "dunes"]
 )
 def test_transformers_opens_it_with_more_layers(family, tmp_path):
     """Also with its cache, which needs each layer's own index."""

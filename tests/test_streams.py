@@ -185,8 +185,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize(
-    ("number", "module"),
-    [(signal.SIGINT, "tyro"), (signal.SIGINT, "swallows"), (signal.SIGTERM, "swallows")],
+    ("number", "module"), [(signal.SIGINT, "tyro"), (signal.SIGINT, "swallows"), (signal.SIGTERM, "swallows")]
 )
 def test_a_signal_during_an_import_is_not_lost_in_it(number, module, tmp_path):
     (tmp_path / f"{module}.py").write_text(dedent(SWALLOWS))

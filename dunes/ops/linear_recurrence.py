@@ -2,8 +2,8 @@
 
 The state is S_t = a_t S_{t-1} + k_t u_t^T, and the output is S_t^T q_t. Without `beta`, u_t is v_t, as in Mamba-2
 (https://arxiv.org/abs/2405.21060). With `beta`, u_t follows the gated delta rule: beta_t (v_t - a_t S_{t-1}^T k_t)
-(https://arxiv.org/abs/2412.06464). `plain` computes one token after another; `chunked` computes chunks of tokens
-by matrix products.
+(https://arxiv.org/abs/2412.06464). `plain` computes one token after another, `recurrence` chunks of tokens by
+matrix products.
 """
 
 # Shapes: B batch, H heads, T tokens, K width of keys, V width of values, N chunks of C tokens.
@@ -25,47 +25,15 @@ def recurrence(
     beta: Tensor | None = None,
     documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The outputs (B, H, T, V) and the last state, computed by the faster of `plain` and `chunked`.
+    """The outputs (B, H, T, V) and the last state, computed by chunks.
 
     `q` and `k` are (B, H, T, K), `v` (B, H, T, V), `log_decay` (at most 0) and `beta` (B, H, T), `state` (B, H, K,
     V), all of one dtype, float32 or wider. `documents` (B or 1, T) contains, for each token, the number of its
-    document. The first document continues `state`; the state is zero at the start of each later document.
+    document. The first document continues `state`; the state is zero at the start of each later document. In a
+    chunk, a triangular system gives the delta rule's updates. A single token is computed by `plain`.
     """
-    return (plain if v.shape[2] == 1 else chunked)(q, k, v, log_decay, state, beta, documents)
-
-
-def plain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    state: Tensor,
-    beta: Tensor | None = None,
-    documents: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The results of `recurrence`, computed one token after another."""
-    decay, outputs = log_decay.exp(), []
-    if documents is not None:
-        decay = decay * (documents.diff(dim=1, prepend=documents[:, :1]) == 0)[:, None]
-    for t in range(v.shape[2]):
-        state, update = state * decay[:, :, t, None, None], v[:, :, t]
-        if beta is not None:
-            update = beta[:, :, t, None] * (update - torch.einsum("bhkv,bhk->bhv", state, k[:, :, t]))
-        state = state + k[:, :, t, :, None] * update[:, :, None]
-        outputs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, :, t]))
-    return torch.stack(outputs, 2), state
-
-
-def chunked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    state: Tensor,
-    beta: Tensor | None = None,
-    documents: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The results of `recurrence`, by chunks; a triangular system gives the delta rule's updates in a chunk."""
+    if v.shape[2] == 1:
+        return plain(q, k, v, log_decay, state, beta, documents)
     length = v.shape[2]
     size = min(CHUNK, length)
     extra = -length % size
@@ -94,3 +62,25 @@ def chunked(
         outputs.append(q[:, :, n] @ state + scores[:, :, n] @ update)
         state = state * enters[:, :, n, -1, None, None] + k[:, :, n].mT @ update
     return torch.cat(outputs, 2)[:, :, :length], state
+
+
+def plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    state: Tensor,
+    beta: Tensor | None = None,
+    documents: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The results of `recurrence`, computed one token after another."""
+    decay, outputs = log_decay.exp(), []
+    if documents is not None:
+        decay = decay * (documents.diff(dim=1, prepend=documents[:, :1]) == 0)[:, None]
+    for t in range(v.shape[2]):
+        state, update = state * decay[:, :, t, None, None], v[:, :, t]
+        if beta is not None:
+            update = beta[:, :, t, None] * (update - torch.einsum("bhkv,bhk->bhv", state, k[:, :, t]))
+        state = state + k[:, :, t, :, None] * update[:, :, None]
+        outputs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, :, t]))
+    return torch.stack(outputs, 2), state

@@ -1,6 +1,6 @@
 """The factor of a text in the estimated loss of a run, from the text's entropy under a model of byte n-grams.
 
-The n-gram model is interpolated with Witten-Bell smoothing (https://arxiv.org/abs/cmp-lg/9606011, section 2.5).
+The n-gram model has interpolated Kneser-Ney smoothing (https://doi.org/10.1109/ICASSP.1995.479394).
 """
 
 from typing import Any
@@ -10,19 +10,20 @@ from numpy.typing import NDArray
 
 from dunes.data import Corpus, Document
 from dunes.data.document import RecordDocument
+from dunes.runs.autosize import expected_bits, unique_tokens
 from dunes.runs.train_config import TrainConfig
 
-# Fitted to nine texts (docs/log/training.md, "What a dry run says to expect").
-PLAIN, COMPLETING = 0.955, 1.09
-"""Factors of a text with REFERENCE bits/byte, without and with --complete."""
-REFERENCE = 2.0
-"""About the bits/byte of source code under the n-gram model."""
-POWER = 1.03
-"""Exponent of a text's bits/byte, relative to REFERENCE, in its factor."""
+# Fitted to runs on other projects (docs/log/training.md, "The estimate of a dry run, again").
+PLAIN, COMPLETING = 0.81, 0.92
+"""Loss of the REFERENCE run on a text with 1 bit/byte under the n-gram model, without and with --complete."""
+REFERENCE = 600_000, 2_700_000
+"""Parameters and training tokens of the run whose loss follows from the text's n-grams alone."""
+POWER = 1.18
+"""Exponent of the text's bits/byte under the n-gram model in the loss of the REFERENCE run."""
 SPREAD = 0.15
 """Relative half-width of the interval of an estimated loss, which contains 95 % of texts."""
 
-ORDER = 6
+ORDER = 7
 """Maximum number of context bytes; context and byte fit into 64 bits."""
 COUNTED = 4_000_000
 """Maximum bytes of training text in which n-grams are counted."""
@@ -33,12 +34,17 @@ PIECES = 50
 
 
 def text_factor(corpus: Corpus, config: TrainConfig) -> float:
-    """Factor of the estimated loss for the text of a corpus, and for a run that completes lines or not."""
+    """Factor of `expected_bits` for the text of a corpus, and for a run that completes lines or not.
+
+    With this factor, the REFERENCE run has the loss that follows from the text's n-grams. They reflect how much
+    text there is, so that the formula's loss of that run, which does, too, is divided out.
+    """
     share = corpus.share if corpus.split == "tails" else 0.0
     train = [(d, 0, d.size - round(share * d.size)) for d in corpus.train]
     valid = [(d, end, d.size) for d, _, end in train] + [(d, 0, d.size) for d in corpus.valid]
     bits = ngram_bits(_sample(train, COUNTED), _sample(valid, SCORED))
-    return float((COMPLETING if config.complete else PLAIN) * (bits / REFERENCE) ** POWER)
+    expected = expected_bits(*REFERENCE, unique_tokens(config, sum(d.size for d in corpus.train)))
+    return float((COMPLETING if config.complete else PLAIN) * bits**POWER / expected)
 
 
 def ngram_bits(train: bytes, valid: bytes) -> float:
@@ -49,26 +55,34 @@ def ngram_bits(train: bytes, valid: bytes) -> float:
 def ngram_probabilities(train: bytes, valid: bytes) -> NDArray[np.float64]:
     """Probability of each byte of the validation text, given up to ORDER bytes before it.
 
-    With counts c of the training text, and T distinct bytes after a context, the probability is
-    (c(context, byte) + T p) / (c(context) + T), where p is the probability after the context without its first
-    byte. After an unseen context, the probability is p. Without any context, p is 1/256.
+    A byte after a context of ORDER bytes counts c times if it occurs c times in the training text; after a shorter
+    context, if it does so after c distinct bytes. The probability is (max(c - D, 0) + D T p) / C, where D is the
+    discount, T the number of distinct bytes after the context, C the sum of their counts, and p the probability
+    after the context without its first byte. After an unseen context, the probability is p. Without any context,
+    p is 1/256.
     """
-    texts = [np.frombuffer(text, np.uint8).astype(np.uint64) for text in (train, valid)]
-    grams: list[NDArray[Any]] = [np.zeros(len(text) + 1, np.uint64) for text in texts]
+    grams: list[NDArray[Any]] = [np.frombuffer(text, np.uint8).astype(np.uint64) for text in (train, valid)]
     probabilities = np.full(len(valid), 1 / 256)
-    for order in range(min(ORDER + 1, len(train), len(valid))):
-        grams = [text[: len(g) - 1] << 8 * order | g[1:] for text, g in zip(texts, grams, strict=True)]
-        probabilities[order:] = _interpolate(grams[0], grams[1], probabilities[order:])
+    last = min(ORDER, len(train) - 1, len(valid) - 1)
+    for order in range(last):
+        longer = [g[:-1] << 8 | g[1:] & 255 for g in grams]
+        preceded = np.unique(longer[0]) & (256 ** (order + 1) - 1)  # once for each distinct byte before
+        probabilities[order:] = _interpolate(preceded, grams[1], probabilities[order:])
+        grams = longer
+    if last >= 0:
+        probabilities[last:] = _interpolate(grams[0], grams[1], probabilities[last:])
     return probabilities
 
 
 def _interpolate(counted: NDArray[Any], scored: NDArray[Any], shorter: NDArray[Any]) -> Any:
     """Probabilities of the n-grams `scored`; `shorter` are those after the contexts without their first bytes."""
     grams, counts = np.unique(counted, return_counts=True)
+    once, twice = np.count_nonzero(counts == 1), np.count_nonzero(counts == 2)
+    discount = (once + 1) / (once + 2 * twice + 2)
     contexts, starts, distinct = np.unique(grams >> 8, return_index=True, return_counts=True)
     total = _look_up(contexts, np.add.reduceat(counts, starts), scored >> 8, 0)
-    share = _look_up(contexts, distinct, scored >> 8, 1)  # 1 keeps `shorter` after an unseen context
-    return (_look_up(grams, counts, scored, 0) + share * shorter) / (total + share)
+    share = _look_up(contexts, discount * distinct, scored >> 8, 1)  # 1 keeps `shorter` after an unseen context
+    return ((_look_up(grams, counts, scored, 0) - discount).clip(0) + share * shorter) / total.clip(1)
 
 
 def _look_up(keys: NDArray[Any], values: NDArray[Any], wanted: NDArray[Any], absent: int) -> NDArray[Any]:
