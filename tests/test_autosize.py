@@ -81,6 +81,11 @@ def test_a_size_that_is_given_stays_and_one_for_steps_suits_their_tokens():
     assert many == pytest.approx(3_000 * 16 * 256 / autosize.TOKENS_PER_PARAMETER, rel=0.2)
 
 
+@pytest.mark.parametrize(("size", "entries"), [(9_000, 512), (500_000, 2048), (10**8, 4096)])
+def test_a_small_text_has_a_small_vocabulary(size, entries):
+    assert autosize.with_vocabulary(TrainConfig(complete=True), size).vocab_size == entries
+
+
 def test_the_first_two_layers_of_a_new_dunes_see_two_tokens_and_the_last_sees_all():
     for depth, windows in {1: [None], 2: [2, None], 3: [2, 2, None], 5: [2, 2, None, None, None]}.items():
         assert [*dunes.Config.from_size(300, 64, depth, 32).windows] == windows

@@ -347,10 +347,7 @@ def test_a_run_that_does_not_recover_stops_with_its_last_good_state(code, tmp_pa
     assert all(torch.equal(kept[k], v) for k, v in trained["weights"].items())
 
 
-CORPORA = {
-    "too short": {"a.py": b"x = 1\n", "b.py": b"y = 2\n"},
-    "one file": {"a.txt": b"one file only\n" * 500},
-}
+CORPORA = {"too short": {"a.py": b"x = 1\n", "b.py": b"y = 2\n"}, "one file": {"a.txt": b"one file only\n" * 500}}
 
 
 @pytest.mark.parametrize("corpus", CORPORA)

@@ -295,7 +295,7 @@ def with_vocabulary(config: TrainConfig, size: int) -> TrainConfig:
     """The config with a vocabulary size for `size` bytes of training text, if a BPE tokenizer is to be trained."""
     if config.tokenizer != "bpe" or config.base or config.vocab_size:
         return config
-    entries = VOCABULARY if config.complete else min(VOCABULARY, max(512, size / BYTES_PER_ENTRY))
+    entries = min(VOCABULARY, max(512, size / BYTES_PER_ENTRY))
     return replace(config, vocab_size=2 ** round(math.log2(entries)))
 
 

@@ -87,7 +87,7 @@ class ModelShape:
     tokenizer: Annotated[Tokenization, flag("bpe|bytes|chars")] = "bpe"
     """Tokenizer to train: byte-level BPE, bytes, or characters."""
     vocab_size: Annotated[int | None, flag("TOKENS", "4096; fewer for small texts")] = None
-    """Vocabulary size of the BPE tokenizer. Texts below 0.9 MB get 512 to 2048, unless the run completes lines."""
+    """Vocabulary size of the BPE tokenizer. Texts below 0.9 MB get 512 to 2048."""
 
 
 @dataclass(frozen=True, kw_only=True)
